@@ -1,0 +1,313 @@
+"""The host device: real frames, mappings, copies and faults, without a GPU.
+
+Physical frames are ranges of a memfd, so the same frame can be mapped at two addresses and read
+back through either. Mapping is `mmap(MAP_FIXED)` over a `PROT_NONE` reservation. Bytes move by
+`process_vm_readv` and `process_vm_writev` on our own process: an address that is not mapped, or
+not writable, is then an error code that we catch, and never a signal.
+
+What it models: lost, stale, misplaced and foreign bytes; reads of unmapped memory; writes to
+read-only mappings; late copies. What it does not: caches, kernels that run at the same time, a
+driver that blocks.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Sequence
+from typing import Final
+
+import numpy as np
+from attrs import define
+
+from kvstate import pattern
+from kvstate.device import CopyRun, FillRun, MapRun, Segments, Stream, UnmapRun
+from kvstate.errors import DeviceError
+from kvstate.gpu.simulated import SimulatedDevice
+
+PAGE_BYTES: Final = 4096
+IOV_MAX: Final = 1024
+_MAP_FIXED: Final = 0x10
+_MAP_NORESERVE: Final = 0x4000
+_PUNCH_HOLE: Final = 0x03
+_NOTHING: Final = 0
+_READ_ONLY: Final = mmap.PROT_READ
+_READ_WRITE: Final = mmap.PROT_READ | mmap.PROT_WRITE
+_RESERVED: Final = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE
+_FAILED: Final = ctypes.c_void_p(-1).value
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_size, _long = ctypes.c_size_t, ctypes.c_long
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [_size, _size, ctypes.c_int, ctypes.c_int, ctypes.c_int, _long]
+_libc.munmap.argtypes = [_size, _size]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, _long, _long]
+for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
+    _call.restype = ctypes.c_ssize_t
+    _call.argtypes = [ctypes.c_int, _size, ctypes.c_ulong, _size, ctypes.c_ulong, ctypes.c_ulong]
+
+
+@define
+class HostCheck:
+    """The outcome of a byte check; see `kvstate.device.Check`."""
+
+    done: bool = False
+    size_bytes: int = 0
+    mismatches: int = 0
+    first: str = ""
+
+    def note(self, count: int, where: str) -> None:
+        """Count mismatched rows; remember the first place."""
+        self.mismatches += count
+        self.first = self.first or where
+
+
+class HostDevice(SimulatedDevice):
+    """Memory of this process, mapped and copied as a GPU's would be."""
+
+    name = "host"
+    granularity_bytes = PAGE_BYTES
+
+    def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
+        super().__init__(streams=streams, seed=seed)
+        self._pid = os.getpid()
+        self._memory = os.memfd_create("kvstate-frames", os.MFD_CLOEXEC)
+        self._made = 0
+        self._released: list[int] = []
+        self._regions: dict[int, tuple[int, int]] = {}
+        """What to give to munmap, by the address that the caller knows."""
+        self._row_bytes = 0
+        self._scratch = np.zeros(1 << 14, np.uint32)
+
+    # Addresses and frames.
+
+    def reserve(self, size_bytes: int, align_bytes: int) -> int:
+        """Map nothing over a run of addresses."""
+        self.enter("reserve")
+        first = self._mmap("reserve", 0, size_bytes + align_bytes, _NOTHING, _RESERVED, -1, 0)
+        address = -(-first // align_bytes) * align_bytes
+        self._regions[address] = (first, size_bytes + align_bytes)
+        self.reservations[address] = size_bytes
+        return address
+
+    def unreserve(self, address: int) -> None:
+        """Give the addresses back."""
+        self.enter("unreserve")
+        size = self.reservations[address]
+        inside = [place for place in self.mappings if address <= place < address + size]
+        if inside:
+            raise DeviceError("unreserve", f"{len(inside)} frames are mapped in it")
+        _libc.munmap(*self._regions.pop(address))
+        del self.reservations[address]
+
+    def create(self, count: int, frame_bytes: int) -> list[int]:
+        """Extend the memfd, after what was released before is used again."""
+        self.enter("create")
+        self.note_frame_size(frame_bytes)
+        reused = self._released[len(self._released) - min(count, len(self._released)) :]
+        fresh = list(range(self._made, self._made + count - len(reused)))
+        try:
+            os.ftruncate(self._memory, (self._made + len(fresh)) * frame_bytes)
+        except OSError as error:
+            raise DeviceError("create", str(error)) from error
+        del self._released[len(self._released) - len(reused) :]
+        self._made += len(fresh)
+        self.frames.update(reused, fresh)
+        return reused + fresh
+
+    def release(self, frames: Sequence[int]) -> None:
+        """Give the memory of the frames back to the system."""
+        self.enter("release")
+        self.note_release(frames)
+        for frame in frames:
+            _libc.fallocate(self._memory, _PUNCH_HOLE, frame * self.frame_bytes, self.frame_bytes)
+        self._released += frames
+
+    def map(self, runs: Sequence[MapRun]) -> None:
+        """Map frames; neighbours in the memfd in one call."""
+        self.enter("map")
+        self.note_map(runs)
+        size = self.frame_bytes
+        for address, frames, read_only in runs:
+            protection = _READ_ONLY if read_only else _READ_WRITE
+            for at, count in _neighbours(frames):
+                self._mmap(
+                    "map", address + at * size, count * size, protection,
+                    mmap.MAP_SHARED | _MAP_FIXED, self._memory, frames[at] * size,
+                )  # fmt: skip
+
+    def unmap(self, runs: Sequence[UnmapRun]) -> None:
+        """Put nothing where the frames were."""
+        self.enter("unmap")
+        self.note_unmap(runs)
+        for address, count in runs:
+            size = count * self.frame_bytes
+            self._mmap("unmap", address, size, _NOTHING, _RESERVED | _MAP_FIXED, -1, 0)
+
+    def host_reserve(self, size_bytes: int) -> int:
+        """Anonymous memory."""
+        self.enter("host_reserve")
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address = self._mmap("host_reserve", 0, size_bytes, _READ_WRITE, flags, -1, 0)
+        self._regions[address] = (address, size_bytes)
+        self.host_memory[address] = size_bytes
+        return address
+
+    def host_unreserve(self, address: int) -> None:
+        """Give the memory back."""
+        self.enter("host_unreserve")
+        _libc.munmap(*self._regions.pop(address))
+        del self.host_memory[address]
+
+    def close(self) -> None:
+        """Unmap and close everything."""
+        if self.closed:
+            return
+        self.streams.drain()
+        for region in self._regions.values():
+            _libc.munmap(*region)
+        os.close(self._memory)
+        for held in (self._regions, self.reservations, self.mappings, self.host_memory):
+            held.clear()
+        self.frames.clear()
+        self.copies.clear()
+        self.closed = True
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            os.close(self._memory)
+
+    # Bytes.
+
+    def fill(self, runs: Sequence[FillRun], value: int) -> None:
+        """Overwrite memory at once."""
+        self.enter("fill")
+        for address, size_bytes in runs:
+            self.poke(address, bytes([value]) * size_bytes)
+
+    def move(self, runs: Sequence[CopyRun]) -> bool:
+        """Move bytes between any two addresses of this process."""
+        for at in range(0, len(runs), IOV_MAX):
+            part = runs[at : at + IOV_MAX]
+            local = _vectors([(run.target, run.size_bytes) for run in part])
+            remote = _vectors([(run.source, run.size_bytes) for run in part])
+            if not self._transfer(_libc.process_vm_readv, local, remote, len(part), part):
+                return False
+        return True
+
+    def spoil(self, runs: Sequence[CopyRun]) -> None:
+        """Leave noise where a failed copy might have written anything."""
+        for run in runs:
+            self.poke(run.target, b"\xbd" * run.size_bytes)
+
+    def peek(self, address: int, size_bytes: int) -> bytes:
+        """Read memory at once. Raises DeviceError if it is not there."""
+        buffer = ctypes.create_string_buffer(size_bytes)
+        where = ctypes.addressof(buffer)
+        if not self.move([CopyRun(where, address, size_bytes)]):
+            raise DeviceError("peek", self.faults[-1])
+        return buffer.raw
+
+    def poke(self, address: int, data: bytes) -> None:
+        """Write memory at once. Raises DeviceError if it is not there or is read-only."""
+        buffer = ctypes.create_string_buffer(data, len(data))
+        if not self._write(ctypes.addressof(buffer), address, len(data)):
+            raise DeviceError("poke", self.faults[-1])
+
+    def set_rows(self, row_bytes: int) -> None:
+        """The size of a token row."""
+        self._row_bytes = row_bytes
+
+    def write(self, stream: Stream, segments: Segments) -> None:
+        """Launch the writing of token rows."""
+        self.streams.launch(
+            self._own(stream), "write", lambda: self._write_rows(segments),
+            writes=self._extents(segments),
+        )  # fmt: skip
+
+    def verify(self, stream: Stream, segments: Segments) -> HostCheck:
+        """Launch the comparison of token rows."""
+        check = HostCheck()
+        self.streams.launch(
+            self._own(stream), "verify", lambda: self._verify_rows(segments, check),
+            reads=self._extents(segments),
+        )  # fmt: skip
+        return check
+
+    def _write_rows(self, segments: Segments) -> None:
+        for address, position, count, key in segments.tolist():
+            rows = pattern.rows(key, position, count, self._row_bytes)
+            self._write(rows.ctypes.data, address, rows.nbytes)
+
+    def _verify_rows(self, segments: Segments, check: HostCheck) -> None:
+        for address, position, count, key in segments.tolist():
+            size = count * self._row_bytes
+            check.size_bytes += size
+            if size > self._scratch.nbytes:
+                self._scratch = np.zeros(size // 4, np.uint32)
+            if not self.move([CopyRun(self._scratch.ctypes.data, address, size)]):
+                check.note(count, f"{count} tokens from {position}: {self.faults[-1]}")
+                continue
+            found = self._scratch[: size // 4].reshape(count, -1)
+            wrong = np.flatnonzero(
+                (found != pattern.rows(key, position, count, self._row_bytes)).any(axis=1)
+            )
+            if len(wrong):
+                at = int(wrong[0])
+                where = f"token {position + at} at {address + at * self._row_bytes:#x}"
+                check.note(len(wrong), f"{where} reads {found[at, :4].tolist()}")
+        check.done = True
+
+    def _extents(self, segments: Segments) -> tuple[tuple[int, int], ...]:
+        if self.streams.eager:
+            return ()
+        return tuple((s[0], s[2] * self._row_bytes) for s in segments.tolist())
+
+    def _write(self, source: int, target: int, size_bytes: int) -> bool:
+        local, remote = _vectors([(source, size_bytes)]), _vectors([(target, size_bytes)])
+        run = CopyRun(target, source, size_bytes)
+        return self._transfer(_libc.process_vm_writev, local, remote, 1, [run])
+
+    def _transfer(
+        self, call: object, local: ctypes.Array[_Vector], remote: ctypes.Array[_Vector], count: int,
+        runs: Sequence[CopyRun],
+    ) -> bool:  # fmt: skip
+        assert callable(call)
+        where = ctypes.addressof(local), count, ctypes.addressof(remote), count
+        moved = call(self._pid, *where, 0)
+        wanted = sum(run.size_bytes for run in runs)
+        if moved == wanted:
+            return True
+        reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"only {moved} bytes moved"
+        first = runs[0]
+        self.faults.append(f"{wanted} bytes from {first.source:#x} to {first.target:#x}: {reason}")
+        return False
+
+    def _mmap(
+        self, call: str, address: int, size: int, protection: int, flags: int, file: int, at: int
+    ) -> int:
+        result: int = _libc.mmap(address, size, protection, flags, file, at)
+        if result == _FAILED:
+            reason = os.strerror(ctypes.get_errno())
+            raise DeviceError(call, f"mmap of {size} bytes at {address:#x}: {reason}")
+        return result
+
+
+class _Vector(ctypes.Structure):
+    _fields_ = (("base", ctypes.c_size_t), ("size", ctypes.c_size_t))
+
+
+def _vectors(runs: Sequence[tuple[int, int]]) -> ctypes.Array[_Vector]:
+    return (_Vector * len(runs))(*(_Vector(*run) for run in runs))
+
+
+def _neighbours(frames: Sequence[int]) -> list[tuple[int, int]]:
+    """(index, count) of the runs of frames that follow one another in the memfd."""
+    found = []
+    start = 0
+    for at in range(1, len(frames) + 1):
+        if at == len(frames) or frames[at] != frames[at - 1] + 1:
+            found.append((start, at - start))
+            start = at
+    return found

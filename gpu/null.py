@@ -1,0 +1,116 @@
+"""The null device: books and completions, and no memory at all.
+
+For measuring what the bookkeeping itself costs, and for exploring the tables where bytes do not
+matter. What it is asked to map, it enters in its ledger, so that the laws hold over it as over a
+real device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from attrs import frozen
+
+from kvstate.device import CopyRun, FillRun, MapRun, Segments, Stream, UnmapRun
+from kvstate.gpu.simulated import SimulatedDevice
+
+
+@frozen
+class NoCheck:
+    """A byte check on a device without bytes: nothing was compared."""
+
+    done: bool = True
+    size_bytes: int = 0
+    mismatches: int = 0
+    first: str = ""
+
+
+class NullDevice(SimulatedDevice):
+    """Addresses without memory."""
+
+    name = "null"
+
+    def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
+        super().__init__(streams=streams, seed=seed)
+        self._next_address = 1 << 40
+        self._next_frame = 0
+
+    def reserve(self, size_bytes: int, align_bytes: int) -> int:
+        """Addresses that nobody else was given."""
+        self.enter("reserve")
+        address = -(-self._next_address // align_bytes) * align_bytes
+        self._next_address = address + size_bytes
+        self.reservations[address] = size_bytes
+        return address
+
+    def unreserve(self, address: int) -> None:
+        """Forget the reservation."""
+        self.enter("unreserve")
+        del self.reservations[address]
+
+    def create(self, count: int, frame_bytes: int) -> list[int]:
+        """Frame numbers."""
+        self.enter("create")
+        self.note_frame_size(frame_bytes)
+        first, self._next_frame = self._next_frame, self._next_frame + count
+        self.frames.update(range(first, first + count))
+        return list(range(first, first + count))
+
+    def release(self, frames: Sequence[int]) -> None:
+        """Forget frames."""
+        self.enter("release")
+        self.note_release(frames)
+
+    def map(self, runs: Sequence[MapRun]) -> None:
+        """Enter the mappings."""
+        self.enter("map")
+        self.note_map(runs)
+
+    def unmap(self, runs: Sequence[UnmapRun]) -> None:
+        """Strike the mappings out."""
+        self.enter("unmap")
+        self.note_unmap(runs)
+
+    def host_reserve(self, size_bytes: int) -> int:
+        """Addresses that nobody else was given."""
+        self.enter("host_reserve")
+        address, self._next_address = self._next_address, self._next_address + size_bytes
+        self.host_memory[address] = size_bytes
+        return address
+
+    def host_unreserve(self, address: int) -> None:
+        """Forget the host memory."""
+        self.enter("host_unreserve")
+        del self.host_memory[address]
+
+    def fill(self, runs: Sequence[FillRun], value: int) -> None:
+        """Nothing to overwrite."""
+        self.enter("fill")
+
+    def set_rows(self, row_bytes: int) -> None:
+        """Nothing to compare."""
+
+    def write(self, stream: Stream, segments: Segments) -> None:
+        """Launch a piece of work that writes nothing."""
+        self.streams.launch(self._own(stream), "write", _nothing)
+
+    def verify(self, stream: Stream, segments: Segments) -> NoCheck:
+        """Launch a piece of work that compares nothing."""
+        self.streams.launch(self._own(stream), "verify", _nothing)
+        return NoCheck()
+
+    def move(self, runs: Sequence[CopyRun]) -> bool:
+        """No bytes to move."""
+        return True
+
+    def spoil(self, runs: Sequence[CopyRun]) -> None:
+        """No bytes to spoil."""
+
+    def close(self) -> None:
+        """Forget everything."""
+        self.streams.drain()
+        self.closed = True
+
+
+def _nothing() -> None:
+    return None

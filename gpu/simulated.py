@@ -1,0 +1,125 @@
+"""Copies, events and completions over simulated streams: what the null and the host device share.
+
+Copies go out on one stream and in on another, apart from the caller's; events order them. A
+subclass says what moving bytes means.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+from kvstate.device import Completion, CopyRun, Direction, Event, Ledger, Stream
+from kvstate.errors import DeviceError
+from kvstate.gpu.books import Books
+from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
+
+
+class SimulatedDevice(Books):
+    """A device whose streams are simulated."""
+
+    def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
+        super().__init__()
+        self.streams = Streams(streams, seed)
+        self._default = self.streams.new("default")
+        self._copy_streams = {
+            direction: self.streams.new(f"copy {direction.value}") for direction in Direction
+        }
+        self._issued = 0
+        self._ended: list[Completion] = []
+        self.faults: list[str] = []
+        """Accesses to memory that is not there, in words: each one is somebody's bug."""
+
+    def schedule(self, seed: int) -> None:
+        """Decide from here on by this seed when pending work runs."""
+        self.streams.random.seed(seed)
+
+    def stream(self) -> SimulatedStream:
+        """A stream of the caller's."""
+        return self.streams.new("caller")
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait until everything launched on the stream has run."""
+        self.streams.finish(self._own(stream).last)
+
+    def record(self, stream: Stream) -> SimulatedEvent:
+        """The point behind everything that was launched on the stream so far."""
+        self.enter("record")
+        return SimulatedEvent(self, self._own(stream).last)
+
+    def copy(
+        self,
+        direction: Direction,
+        runs: Sequence[CopyRun],
+        after: Sequence[Event] = (),
+        before: Sequence[Stream] = (),
+    ) -> int:
+        """Issue a copy on the stream of its direction."""
+        waits = [self._number(event) for event in after]
+        followers = [self._own(stream) for stream in before]
+        self.enter("copy")
+        self._issued += 1
+        token = self._issued
+        self.copies.add(token)
+        if self.streams.eager:
+            self._run_copy(token, runs)
+            return token
+        number = self.streams.launch(
+            self._copy_streams[direction],
+            f"copy {direction.value} {token}",
+            partial(self._run_copy, token, runs),
+            waits=waits,
+            reads=tuple((run.source, run.size_bytes) for run in runs),
+            writes=tuple((run.target, run.size_bytes) for run in runs),
+        )
+        for stream in followers:
+            self.streams.wait(stream, number)
+        return token
+
+    def poll(self) -> list[Completion]:
+        """Completions in the order in which the copies ran."""
+        if not self.streams.eager:
+            self.streams.tick()
+        return self._take()
+
+    def quiesce(self) -> list[Completion]:
+        """Run everything; completions in issue order."""
+        self.enter("quiesce")
+        self.streams.drain()
+        return sorted(self._take())
+
+    def ledger(self) -> Ledger:
+        """The device's own books."""
+        return self.books(self.streams.works())
+
+    def move(self, runs: Sequence[CopyRun]) -> bool:
+        """Move the bytes of a copy; whether every address was there."""
+        raise NotImplementedError
+
+    def spoil(self, runs: Sequence[CopyRun]) -> None:
+        """What a failed copy leaves: anything at all."""
+        raise NotImplementedError
+
+    def _run_copy(self, token: int, runs: Sequence[CopyRun]) -> None:
+        failed = bool(self._failing) and self.fails("complete")
+        if failed:
+            self.spoil(runs)
+        ok = not failed and self.move(runs)
+        self._ended.append(Completion(token, ok))
+
+    def _take(self) -> list[Completion]:
+        ended, self._ended = self._ended, []
+        self.copies.difference_update(completion.token for completion in ended)
+        return ended
+
+    def _own(self, stream: Stream) -> SimulatedStream:
+        if stream is None:
+            return self._default
+        if isinstance(stream, SimulatedStream) and stream in self.streams.streams:
+            return stream
+        raise DeviceError("stream", f"{stream!r} is not a stream of this device")
+
+    def _number(self, event: Event) -> int:
+        if isinstance(event, SimulatedEvent) and event.device is self:
+            return event.number
+        raise DeviceError("event", f"{event!r} is not an event of this device")

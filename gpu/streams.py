@@ -1,0 +1,130 @@
+"""Simulated streams: when issued work runs, and in which order.
+
+Eager: at once. Adversarial: at some later moment, in any order that the order inside streams and
+the events between them allow; which one is decided by a seed, so that a race is a failure that
+repeats. A copy reads its source when it runs, not when it was issued, as on a GPU.
+
+What this models: launch order within a stream, events between streams, work that runs late. What
+it does not: two pieces of work that run at the same time, or a kernel that is half done.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+from random import Random
+from typing import Final
+
+from attrs import define, field
+
+from kvstate.device import Work
+from kvstate.errors import ConfigError
+
+MODES: Final = ("eager", "adversarial")
+
+Runs = tuple[tuple[int, int], ...]
+
+
+@define(eq=False)
+class SimulatedStream:
+    """Work of one stream runs in the order of its launch."""
+
+    number: int
+    name: str
+    queue: deque[Work] = field(factory=deque)
+    barrier: set[int] = field(factory=set)
+    """Work of other streams that the next launch waits for."""
+    last: int = 0
+    """The number of the work launched last."""
+
+
+@define(eq=False)
+class SimulatedEvent:
+    """Passed when the work of that number has run."""
+
+    device: object
+    number: int
+
+
+class Streams:
+    """Launches, orders and runs work. Deterministic for a seed and a sequence of calls."""
+
+    def __init__(self, mode: str, seed: int) -> None:
+        if mode not in MODES:
+            raise ConfigError(f"there is no stream mode {mode!r}; choose one of {', '.join(MODES)}")
+        self.mode = mode
+        self.eager = mode == "eager"
+        self.random = Random(seed)
+        self.streams: list[SimulatedStream] = []
+        self.pending: dict[int, tuple[Work, Callable[[], None]]] = {}
+        self.launched = 0
+
+    def new(self, name: str) -> SimulatedStream:
+        """A stream of its own."""
+        stream = SimulatedStream(len(self.streams), name)
+        self.streams.append(stream)
+        return stream
+
+    def launch(
+        self,
+        stream: SimulatedStream,
+        name: str,
+        run: Callable[[], None],
+        *,
+        waits: Iterable[int] = (),
+        reads: Runs = (),
+        writes: Runs = (),
+    ) -> int:
+        """Put work at the end of a stream; its number. It waits for the numbers in `waits` too."""
+        self.launched += 1
+        number = stream.last = self.launched
+        if self.eager:
+            run()
+            return number
+        before = {*waits, *stream.barrier} & self.pending.keys()
+        stream.barrier.clear()
+        work = Work(name, stream.number, number, reads, writes, tuple(sorted(before)))
+        stream.queue.append(work)
+        self.pending[number] = (work, run)
+        self.tick()
+        return number
+
+    def wait(self, stream: SimulatedStream, number: int) -> None:
+        """Whatever is launched on the stream from now on waits for the work of that number."""
+        if number in self.pending:
+            stream.barrier.add(number)
+
+    def tick(self) -> None:
+        """Let some of the pending work run: often none, at times all that can."""
+        if self.pending:
+            for _ in range(self.random.choice((0, 0, 0, 1, 2, len(self.pending)))):
+                if not self._run_one():
+                    return
+
+    def finish(self, number: int) -> None:
+        """Run work, in any allowed order, until the work of that number has run."""
+        while number in self.pending:
+            self._run_one()
+
+    def drain(self) -> None:
+        """Run everything that is pending."""
+        while self.pending:
+            self._run_one()
+
+    def works(self) -> tuple[Work, ...]:
+        """The pending work, in the order of its launch."""
+        return tuple(work for work, _ in self.pending.values())
+
+    def _run_one(self) -> bool:
+        ready = [
+            stream.queue[0]
+            for stream in self.streams
+            if stream.queue and self.pending.keys().isdisjoint(stream.queue[0].waits)
+        ]
+        if not ready:
+            return False
+        work = self.random.choice(ready)
+        self.streams[work.stream].queue.popleft()
+        _, run = self.pending.pop(work.number)
+        run()
+        return True

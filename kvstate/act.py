@@ -1,0 +1,147 @@
+"""Act: the device carries out what the rows of a plan ask for, and takes it back if it cannot
+finish.
+
+The only place that changes a device's memory on behalf of a plan, and the only one that undoes.
+Mapping comes first because it can be undone; a copy comes last because it cannot. If an undo
+fails, nobody knows what is mapped, so the manager is poisoned: it refuses work and releases
+nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Final
+
+from kvstate.device import CopyRun, Device, Direction, FillRun, MapRun, UnmapRun
+from kvstate.errors import DeviceError, DeviceFault
+from kvstate.pattern import SCRUB_BYTE
+from kvstate.plan import Act, Frames, Plan
+from kvstate.spec.words import ACTIONS
+from kvstate.tiers import HostTier
+
+Undo = list[Callable[[], None]]
+
+
+class Actor:
+    """Carries plans out on one device. `fault` says why it is poisoned; None while it is not."""
+
+    def __init__(self, device: Device, host: HostTier, frame_bytes: int) -> None:
+        self.device, self.host, self.frame_bytes = device, host, frame_bytes
+        self.fault: str | None = None
+        self._handlers: Final[dict[str, Callable[[Plan, list[Act], Undo], None]]] = {
+            "create": self._create,
+            "release": self._release,
+            "map": self._map,
+            "unmap": self._unmap,
+            "scrub": self._scrub,
+            "copy_out": self._copy_out,
+            "copy_in": self._copy_in,
+        }
+
+    def run(self, plan: Plan) -> None:
+        """Do everything that the plan asks for, or nothing. Raises DeviceError or DeviceFault."""
+        if not plan.actions:
+            return
+        undo: Undo = []
+        try:
+            for action in ACTIONS if len(plan.actions) > 1 else plan.actions:
+                if action in plan.actions:
+                    self._handlers[action](plan, plan.actions[action], undo)
+        except DeviceError:
+            self._undo(undo)
+            raise
+        except DeviceFault as fault:
+            self.poison(str(fault))
+            raise
+
+    def poison(self, why: str) -> None:
+        """From now on the manager refuses work."""
+        self.fault = self.fault or why
+
+    def _undo(self, undo: Undo) -> None:
+        try:
+            while undo:
+                undo.pop()()
+        except DeviceError as error:
+            self.poison(f"undo failed: {error}")
+            raise DeviceFault(f"undo failed, the manager is poisoned: {error}") from error
+
+    def _create(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        """Give the frames that begin to exist their numbers."""
+        for act in acts:
+            assert isinstance(act.cells, Frames)
+            made = self.device.create(act.high - act.low, self.frame_bytes)
+            act.cells.ids[act.low : act.high] = made
+            undo.append(partial(self.device.release, made))
+
+    def _release(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        for act in acts:
+            assert isinstance(act.cells, Frames)
+            self.device.release(act.cells.ids[act.low : act.high])
+
+    def _map(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        """Map frames behind those that their ranges have, all in one call."""
+        runs: list[MapRun] = []
+        frontier: dict[int, int] = {}
+        for act in acts:
+            cells, into = act.cells, act.into
+            assert isinstance(cells, Frames)
+            assert into is not None
+            at = frontier.get(id(into), len(into.ids))
+            address = into.owner.base + at * self.frame_bytes
+            runs.append(MapRun(address, cells.ids[act.low : act.high]))
+            frontier[id(into)] = at + act.high - act.low
+        self.device.map(runs)
+        mapped = [UnmapRun(run.address, len(run.frames)) for run in runs]
+        undo.append(partial(self.device.unmap, mapped))
+
+    def _unmap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        self.device.unmap(
+            [
+                UnmapRun(act.cells.owner.base + act.low * self.frame_bytes, act.high - act.low)
+                for act in acts
+            ]
+        )
+
+    def _scrub(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        """Overwrite freed frames and slots. If it fails the old bytes are readable: poison."""
+        try:
+            self.device.fill([self._memory(act) for act in acts], SCRUB_BYTE)
+        except DeviceError as error:
+            raise DeviceFault(f"scrub failed, the manager is poisoned: {error}") from error
+
+    def _memory(self, act: Act) -> FillRun:
+        if isinstance(act.cells, Frames):
+            base, size = act.cells.owner.base, self.frame_bytes
+        else:
+            base, size = self.host.address, self.host.block_bytes
+        return FillRun(base + act.low * size, (act.high - act.low) * size)
+
+    def _copy_out(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        row = acts[0].row
+        event = plan.event
+        if event is None and "steps" in row.after:
+            event = self.device.record(plan.stream)
+        runs = [CopyRun(host, gpu, size) for gpu, host, size in self._pieces(plan)]
+        after = [] if event is None else [event]
+        plan.token = self.device.copy(Direction.OUT, runs, after=after)
+
+    def _copy_in(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        row = acts[0].row
+        runs = [CopyRun(gpu, host, size) for gpu, host, size in self._pieces(plan)]
+        before = [plan.stream] if "stream" in row.before else []
+        plan.token = self.device.copy(Direction.IN, runs, before=before)
+
+    def _pieces(self, plan: Plan) -> list[tuple[int, int, int]]:
+        """(GPU address, host address, bytes) for each run of host slots, up to the plan's size."""
+        pieces = []
+        gpu, left, block = plan.base, plan.size_bytes, self.host.block_bytes
+        for _, low, high in plan.room:
+            size = min((high - low) * block, left)
+            if not size:
+                break
+            pieces.append((gpu, self.host.address + low * block, size))
+            gpu += size
+            left -= size
+        return pieces

@@ -1,0 +1,192 @@
+"""What a manager is told before it starts, and the sizes that follow from it.
+
+Everything that can be wrong with a configuration is said here, at once and with numbers, so that
+no later code asks again. Sizes that do not fit are never rounded silently: the padding and the
+unused rest are reported.
+"""
+
+from __future__ import annotations
+
+from math import gcd, lcm
+from typing import Final
+
+from attrs import field, frozen
+
+from kvstate.errors import ConfigError
+
+DTYPE_BYTES: Final = {
+    "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
+}  # fmt: skip
+MIB: Final = 1 << 20
+MAX_ARENA_BYTES: Final = 1 << 44
+INT31: Final = (1 << 31) - 1
+SIXTEENTH: Final = 16
+"""A block is a multiple of this part of a frame, which keeps lcm(frame, block) small."""
+
+
+@frozen
+class LayerSpec:
+    """The KV shape of `count` equal attention layers."""
+
+    kv_heads: int
+    head_dim: int
+    dtype: str = "bfloat16"
+    count: int = 1
+
+    @property
+    def token_bytes(self) -> int:
+        """K and V of one token in these layers."""
+        return 2 * self.kv_heads * self.head_dim * DTYPE_BYTES[self.dtype] * self.count
+
+
+@frozen
+class GpuTier:
+    """GPU memory: `budget_bytes` of it, in frames of `frame_bytes`.
+
+    `map_ahead_frames` is how far beyond its need a growing sequence is mapped while the pool has
+    frames to spare; it costs nobody admission, and gives way first. `arena_bytes` is the size of
+    the address reservation; by default twice what `max_sequences` of full length take.
+    """
+
+    budget_bytes: int
+    frame_bytes: int = 2 * MIB
+    map_ahead_frames: int = 0
+    arena_bytes: int | None = None
+
+
+@frozen
+class HostTier:
+    """Host memory for suspended sequences."""
+
+    size_bytes: int
+
+
+@frozen
+class Config:
+    """Everything a `Manager` is told. Raises ConfigError if it cannot work."""
+
+    layers: tuple[LayerSpec, ...] = field(converter=tuple)
+    gpu: GpuTier
+    host: HostTier | None = None
+    tokens_per_block: int = 32
+    max_tokens: int = 32_768
+    """The longest sequence that may be created."""
+    max_sequences: int = 256
+    """Rows: sequences that exist at one time."""
+    max_utilization_for_resume: float = 0.95
+    """A resume may fill the budget up to here while other sequences run; the rest is for
+    growth."""
+    adopt: bool = True
+    """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
+    scrub: bool = False
+    """Freed memory is overwritten before anybody else gets it."""
+
+    def __attrs_post_init__(self) -> None:
+        for layer in self.layers:
+            if layer.dtype not in DTYPE_BYTES:
+                raise ConfigError(f"dtype {layer.dtype!r} is unknown; use {sorted(DTYPE_BYTES)}")
+            _positive(layer, "kv_heads", "head_dim", "count")
+        if not self.layers:
+            raise ConfigError("layers is empty: there is nothing to keep keys and values of")
+        _positive(self, "tokens_per_block", "max_tokens", "max_sequences")
+        _positive(self.gpu, "budget_bytes", "frame_bytes")
+        if self.gpu.map_ahead_frames < 0:
+            raise ConfigError(f"map_ahead_frames is {self.gpu.map_ahead_frames}; it may not be < 0")
+        if not 0 < self.max_utilization_for_resume <= 1:
+            raise ConfigError(
+                f"max_utilization_for_resume is {self.max_utilization_for_resume}: not in (0, 1]"
+            )
+        Geometry(self)
+
+
+class Geometry:
+    """The sizes that follow from a configuration. All of them are fixed for a manager's life."""
+
+    def __init__(self, config: Config) -> None:
+        gpu, self.tokens_per_block = config.gpu, config.tokens_per_block
+        self.frame_bytes = gpu.frame_bytes
+        if gpu.frame_bytes % 4096:
+            raise ConfigError(f"frame_bytes is {gpu.frame_bytes}: not a multiple of 4096")
+        self.token_bytes = sum(layer.token_bytes for layer in config.layers)
+        """K and V of one token, before padding."""
+        self.row_bytes = self._padded_row()
+        """The distance from one token to the next."""
+        self.block_bytes = self.row_bytes * self.tokens_per_block
+        self.align_bytes = lcm(self.frame_bytes, self.block_bytes)
+        """Range bases are multiples of this, so that slot = base / block_bytes + ordinal."""
+        self.budget_frames = gpu.budget_bytes // self.frame_bytes
+        if not self.budget_frames:
+            raise ConfigError(
+                f"budget_bytes {gpu.budget_bytes} is less than one frame of {self.frame_bytes}"
+            )
+        host_bytes = config.host.size_bytes if config.host else 0
+        self.host_slots = host_bytes // self.block_bytes
+        if config.host and not self.host_slots:
+            raise ConfigError(
+                f"the host tier of {host_bytes} bytes holds no block of {self.block_bytes}; "
+                "leave it out to run without one"
+            )
+        self.arena_bytes = self._arena(config)
+
+    @property
+    def padding_bytes(self) -> int:
+        """Bytes of every row that hold nothing."""
+        return self.row_bytes - self.token_bytes
+
+    def frames(self, tokens: int) -> int:
+        """The frames that back that many tokens from a range's base."""
+        return -(-tokens * self.row_bytes // self.frame_bytes)
+
+    def blocks(self, tokens: int) -> int:
+        """The blocks that hold that many tokens."""
+        return -(-tokens // self.tokens_per_block)
+
+    def tokens(self, frames: int) -> int:
+        """The tokens that fit in that many frames from a range's base."""
+        return frames * self.frame_bytes // self.row_bytes
+
+    def extent(self, tokens: int) -> int:
+        """The frames of address space for a sequence of that many tokens.
+
+        Rounded up to three significant bits, so that ranges of similar sequences can be reused for
+        one another; addresses are plentiful, mappings are not.
+        """
+        unit = self.align_bytes // self.frame_bytes
+        units = -(-self.frames(tokens) // unit)
+        step = 1 << max(0, units.bit_length() - 3)
+        return -(-units // step) * step * unit
+
+    def _padded_row(self) -> int:
+        """The row, padded so that a block is a multiple of a sixteenth of a frame."""
+        part = self.frame_bytes // SIXTEENTH
+        unit = lcm(16, part // gcd(part, self.tokens_per_block))
+        return -(-self.token_bytes // unit) * unit
+
+    def _arena(self, config: Config) -> int:
+        longest = (self.extent(config.max_tokens) + self.guard_frames) * self.frame_bytes
+        wanted = config.gpu.arena_bytes
+        size = wanted or min(2 * config.max_sequences * longest, max(MAX_ARENA_BYTES, longest))
+        size -= size % self.align_bytes
+        if size < longest:
+            raise ConfigError(
+                f"arena_bytes {wanted} is too small for one sequence of {config.max_tokens} "
+                f"tokens, which takes {longest}"
+            )
+        if size // self.block_bytes > INT31:
+            raise ConfigError(
+                f"an arena of {size} bytes has more than {INT31} slots of {self.block_bytes}; "
+                "make tokens_per_block larger, or max_tokens, max_sequences or arena_bytes smaller"
+            )
+        return size
+
+    @property
+    def guard_frames(self) -> int:
+        """Addresses after every range that are never mapped, so that an overrun faults."""
+        return self.align_bytes // self.frame_bytes
+
+
+def _positive(thing: object, *names: str) -> None:
+    for name in names:
+        value = getattr(thing, name)
+        if not isinstance(value, int) or value <= 0:
+            raise ConfigError(f"{type(thing).__name__}.{name} is {value!r}; it must be at least 1")

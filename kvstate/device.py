@@ -1,0 +1,239 @@
+"""What a manager asks of the memory under it: the Device protocol.
+
+The manager decides, a device does. Every call either does all of it or raises `DeviceError` and
+has done nothing; whatever is neither raises `DeviceFault`. Nothing here tells the manager how fast
+anything was: completions come only out of `poll` and `quiesce`.
+
+A device belongs to one manager and one thread.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from enum import Enum
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+Stream = Any
+"""Whatever the device launches work on, in order: opaque to the manager."""
+Event = Any
+"""A point in a stream: opaque to the manager."""
+
+
+class Direction(Enum):
+    """Which way a copy goes."""
+
+    OUT = "out"
+    """GPU to host."""
+    IN = "in"
+    """Host to GPU."""
+
+
+class CopyRun(NamedTuple):
+    """`size_bytes` from `source` to `target`, both addresses."""
+
+    target: int
+    source: int
+    size_bytes: int
+
+
+class MapRun(NamedTuple):
+    """Frames to map one after the other from `address`."""
+
+    address: int
+    frames: Sequence[int]
+    read_only: bool = False
+
+
+class UnmapRun(NamedTuple):
+    """That many frames to unmap from `address`."""
+
+    address: int
+    count_frames: int
+
+
+class FillRun(NamedTuple):
+    """Memory to overwrite with one byte."""
+
+    address: int
+    size_bytes: int
+
+
+class Completion(NamedTuple):
+    """The end of the copy that `token` names."""
+
+    token: int
+    ok: bool
+
+
+CALLS: Final = (
+    "reserve", "unreserve", "create", "release", "map", "unmap", "host_reserve", "host_unreserve",
+    "copy", "fill", "record", "quiesce",
+)  # fmt: skip
+"""The kinds of device calls that can fail and are counted."""
+MAPPING_CALLS: Final = ("create", "release", "map", "unmap")
+"""Those of them that a steady state does without."""
+
+
+class Device(Protocol):
+    """Physical frames, addresses, host memory, copies and the end of copies.
+
+    Addresses are plain integers. A frame is the device's own number for a physical allocation.
+    """
+
+    @property
+    def name(self) -> str:
+        """What kind of device it is."""
+
+    @property
+    def calls(self) -> Mapping[str, int]:
+        """How often each kind of `CALLS` was made."""
+
+    @property
+    def granularity_bytes(self) -> int:
+        """Frame sizes are multiples of this."""
+
+    def reserve(self, size_bytes: int, align_bytes: int) -> int:
+        """Reserve addresses with nothing behind them; the first one, a multiple of the
+        alignment."""
+
+    def unreserve(self, address: int) -> None:
+        """Give a whole reservation back; nothing may be mapped in it."""
+
+    def create(self, count: int, frame_bytes: int) -> list[int]:
+        """Allocate physical frames. All or none."""
+
+    def release(self, frames: Sequence[int]) -> None:
+        """Free physical frames that are mapped nowhere."""
+
+    def map(self, runs: Sequence[MapRun]) -> None:
+        """Map every run, or none. A frame may be mapped at more than one address."""
+
+    def unmap(self, runs: Sequence[UnmapRun]) -> None:
+        """Unmap every run, or none. Only after a quiesce: a kernel may still read the address."""
+
+    def host_reserve(self, size_bytes: int) -> int:
+        """Host memory that copies may name; its address."""
+
+    def host_unreserve(self, address: int) -> None:
+        """Give host memory back."""
+
+    def copy(
+        self,
+        direction: Direction,
+        runs: Sequence[CopyRun],
+        after: Sequence[Event] = (),
+        before: Sequence[Stream] = (),
+    ) -> int:
+        """Issue one copy of any number of runs, without waiting; its token.
+
+        It starts when every event of `after` has passed; later work of the streams in `before`
+        waits for it. With no runs it is only that wait. Ends once, through `poll` or `quiesce`.
+        """
+
+    def fill(self, runs: Sequence[FillRun], value: int) -> None:
+        """Overwrite memory that no issued work names; done when it returns."""
+
+    def record(self, stream: Stream) -> Event:
+        """The point behind everything that was launched on the stream so far."""
+
+    def poll(self) -> list[Completion]:
+        """The copies that have ended since the last time; does not wait."""
+
+    def quiesce(self) -> list[Completion]:
+        """Wait for all work issued to the device, on any stream; completions in issue order."""
+
+    def ledger(self) -> Ledger:
+        """What is reserved, created, mapped and pending, from the device's own books."""
+
+    def close(self) -> None:
+        """Give everything back that is still held. May be called twice."""
+
+
+@frozen
+class Work:
+    """A piece of issued work that has not run yet."""
+
+    name: str
+    stream: int
+    number: int
+    reads: tuple[tuple[int, int], ...] = ()
+    """(address, size in bytes) runs."""
+    writes: tuple[tuple[int, int], ...] = ()
+    waits: tuple[int, ...] = ()
+    """Numbers of the pending work that must run before it."""
+
+
+@frozen
+class Ledger:
+    """A device's own books, for laws that compare them with the manager's."""
+
+    reservations: Mapping[int, int]
+    """Size in bytes by address."""
+    frames: frozenset[int]
+    """Physical frames that exist."""
+    mappings: Mapping[int, int]
+    """Frame by address."""
+    host: Mapping[int, int]
+    """Host memory: size in bytes by address."""
+    copies: frozenset[int]
+    """Tokens of copies whose end was not reported yet."""
+    work: tuple[Work, ...] = field(default=())
+    """Issued work that has not run, where the device can tell."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing at all is held."""
+        held = (self.reservations, self.frames, self.mappings, self.host, self.copies, self.work)
+        return not any(held)
+
+
+SEGMENT: Final = np.dtype(
+    [("address", np.uint64), ("position", np.uint64), ("count", np.uint64), ("key", np.uint64)]
+)
+"""`count` token rows at `address`: the tokens from `position` on, by the writer that `key`
+names."""
+
+Segments = npt.NDArray[np.void]
+
+
+class Check(Protocol):
+    """The outcome of a byte check, once the work before it on its stream is done."""
+
+    @property
+    def done(self) -> bool:
+        """The check has run."""
+
+    @property
+    def size_bytes(self) -> int:
+        """How many bytes were compared."""
+
+    @property
+    def mismatches(self) -> int:
+        """How many token rows differ, or cannot be read."""
+
+    @property
+    def first(self) -> str:
+        """Where the first one is, in words; empty if there is none."""
+
+
+class ByteDevice(Device, Protocol):
+    """A device whose bytes can be written and checked: what a simulated engine needs."""
+
+    def stream(self) -> Stream:
+        """A stream of the caller's."""
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait until everything launched on the stream has run."""
+
+    def set_rows(self, row_bytes: int) -> None:
+        """The size of a token row, for the two calls below."""
+
+    def write(self, stream: Stream, segments: Segments) -> None:
+        """Launch: every token row of the segments gets the bytes of its writer and position."""
+
+    def verify(self, stream: Stream, segments: Segments) -> Check:
+        """Launch: compare every token row of the segments with what its writer wrote."""

@@ -1,0 +1,92 @@
+"""Every error that kvstate raises, by what its caller should do about it.
+
+A capacity error means: give way and try again. `IllegalTransition` means: fix the caller.
+`DeviceError` means: a device call failed and was undone, the manager is as it was. `DeviceFault`
+means: it could not be undone.
+"""
+
+from __future__ import annotations
+
+
+class KvStateError(Exception):
+    """Base of every error of this package."""
+
+
+class ConfigError(KvStateError, ValueError):
+    """The configuration cannot work; says which value, and what would do."""
+
+
+class IllegalTransition(KvStateError):
+    """A bug in the caller: this event is not allowed now. Nothing has changed."""
+
+    def __init__(self, subject: str, event: str, state: str, reason: str = "") -> None:
+        self.subject, self.event, self.state, self.reason = subject, event, state, reason
+        super().__init__(f"{subject}: {event} is illegal in state {state}" + _because(reason))
+
+
+class CapacityError(KvStateError):
+    """Something is full. Nothing has changed; try again after giving way."""
+
+
+class OutOfFrames(CapacityError):
+    """GPU memory is short.
+
+    `needed` frames were asked for; `free` could be had at once, `reclaimable` are parked, `coming`
+    wait for issued work. `place` is the check that refused: `gate`, `budget`, `limit` or
+    `addresses`.
+    """
+
+    def __init__(
+        self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str
+    ) -> None:
+        self.needed, self.free, self.place = needed, free, place
+        self.reclaimable, self.coming = reclaimable, coming
+        super().__init__(
+            f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "
+            f"{coming} are coming; refused by the {place}"
+        )
+
+
+class HostExhausted(CapacityError):
+    """The host tier has no room for the sequence. It is intact: `drop()` it, or try again
+    later."""
+
+    def __init__(self, what: str, needed: int, free: int, coming: int, capacity: int) -> None:
+        self.needed, self.free, self.coming, self.capacity = needed, free, coming, capacity
+        super().__init__(
+            f"{what} needs {needed} host slots: {free} of {capacity} are free, {coming} are coming"
+        )
+
+
+class OutOfRows(CapacityError):
+    """Every one of `max_sequences` rows is in use."""
+
+
+class DeviceError(KvStateError):
+    """A device call failed and did nothing; whatever the manager had done before it was undone."""
+
+    def __init__(self, call: str, detail: str) -> None:
+        self.call, self.detail = call, detail
+        super().__init__(f"device call {call} failed: {detail}")
+
+
+class DeviceFault(KvStateError):
+    """The manager is poisoned: it refuses work, and releases nothing that a copy may still
+    read."""
+
+
+class TraceError(KvStateError, ValueError):
+    """A trace cannot be read; names the line and what is wrong with it."""
+
+
+class LawViolation(KvStateError, AssertionError):
+    """A law does not hold. Carries every violation that was found, with the law's number and
+    name."""
+
+    def __init__(self, violations: list[str]) -> None:
+        self.violations = violations
+        super().__init__("\n".join(violations))
+
+
+def _because(reason: str) -> str:
+    return f": {reason}" if reason else ""

@@ -1,0 +1,180 @@
+"""What is in flight: steps and transfers, who holds which freed range, and what their ends bring.
+
+Completions enter here and nowhere else, from a poll or from the one quiesce of a call, in the
+order in which the device gives them. A completion that names no transfer in flight changes
+nothing: it is late, or a duplicate.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import Final
+
+from kvstate import runs
+from kvstate.act import Actor
+from kvstate.arena import Arena, Range
+from kvstate.device import Completion, Device
+from kvstate.errors import DeviceFault
+from kvstate.plan import Coverage, Plan
+from kvstate.sequence import Columns, Step, Transfer
+from kvstate.spec.compiled import MACHINES
+from kvstate.spec.range import FENCED, PARKED
+from kvstate.spec.transfer import STEP_ISSUED
+
+log = logging.getLogger("kvstate")
+
+_LAND: Final = MACHINES.object("range.land")
+_DONE: Final = MACHINES.object("transfer.done")
+_FAIL: Final = MACHINES.object("transfer.fail")
+_STEP_LAND: Final = MACHINES.object("step.land")
+
+
+class Flight:
+    """Everything issued and not yet done, and the fences that wait for it."""
+
+    def __init__(
+        self, device: Device, columns: Columns, arena: Arena, actor: Actor, counters: Counter[str],
+        ignored: str | None,
+    ) -> None:  # fmt: skip
+        self.device, self.columns, self.arena, self.actor = device, columns, arena, actor
+        self.counters = counters
+        self.coverage: Coverage | None = None
+        self.ignored = ignored
+        self.transfers: dict[int, Transfer] = {}
+        """Every transfer that is ISSUED, by token."""
+        self.steps: dict[int, Step] = {}
+        """Every step that is not SETTLED, by number: the oldest first."""
+        self.loads = 0
+        """Transfers to the GPU in flight."""
+        self.call = 0
+        """The number of the public call that runs."""
+        self._quiet_in = -1
+        self.touched: set[int] = set()
+        """Sequences that completions have changed during this call, by uid."""
+
+    def plan(self) -> Plan:
+        """An empty plan."""
+        return Plan(self.coverage, self.ignored)
+
+    def issue(self, transfer: Transfer) -> None:
+        """Enter a transfer that the device has accepted; it holds its range until its end."""
+        self.transfers[transfer.token] = transfer
+        transfer.range.holders.add((transfer.kind, transfer.token))
+        if transfer.kind == "transfer":
+            transfer.seq.transfer = transfer
+            self.loads += transfer.inward
+        self.columns.version += 1
+
+    def poll(self) -> list[Completion]:
+        """Deliver what has ended; does not wait."""
+        return self._deliver(self._ask(self.device.poll))
+
+    def quiesce(self) -> None:
+        """Wait for everything issued and deliver it; at most once a call."""
+        if self._quiet_in == self.call:
+            return
+        completions = self._ask(self.device.quiesce)
+        self._quiet_in = self.call
+        self.counters["quiesces"] += 1
+        for step in self.steps.values():
+            if step.state == STEP_ISSUED.code:
+                plan = self.plan()
+                plan.move(_STEP_LAND, step)
+                self.settle(plan)
+        self._deliver(completions)
+
+    def _ask(self, call: Callable[[], list[Completion]]) -> list[Completion]:
+        try:
+            return call()
+        except DeviceFault as fault:
+            self.actor.poison(str(fault))
+            raise
+
+    def settle(self, plan: Plan) -> None:
+        """Settle a plan, and let named holders come or go as its rows say."""
+        plan.settle()
+        for subject, words in plan.holds:
+            for range_ in self._hold(subject, words):
+                if range_.state == FENCED.code and not range_.holders:
+                    self._land(range_)
+
+    def _hold(self, subject: Range | Transfer | Step, words: tuple[str, ...]) -> Iterable[Range]:
+        """Add or release the holds that a row names; the ranges that they are on."""
+        if isinstance(subject, Range):
+            if "+steps" in words:
+                self._hold_by_steps(subject)
+            return (subject,)
+        if isinstance(subject, Step):
+            for range_ in subject.fenced if "-steps" in words else ():
+                range_.holders.discard(("steps", subject.number))
+            return subject.fenced
+        if f"-{subject.kind}" in words:
+            subject.range.holders.discard((subject.kind, subject.token))
+        return (subject.range,)
+
+    def _hold_by_steps(self, range_: Range) -> None:
+        """Each step that may still run and names the sequence holds the range that it leaves."""
+        for step in self.steps.values():
+            if step.state == STEP_ISSUED.code and step.names(range_.owner):
+                step.fenced.append(range_)
+                range_.holders.add(("steps", step.number))
+
+    def _land(self, range_: Range) -> None:
+        plan = self.plan()
+        plan.operands = {"frames": ((range_.frames, 0, range_.mapped),)}
+        plan.move(_LAND, range_)
+        self.actor.run(plan)
+        plan.settle()
+        if range_.state == PARKED.code:
+            self.arena.park(range_)
+        else:
+            self.arena.unreserve(range_)
+
+    def _deliver(self, completions: Iterable[Completion]) -> list[Completion]:
+        delivered = list(completions)
+        for token, ok in delivered:
+            transfer = self.transfers.pop(token, None)
+            if transfer is None:
+                self.counters["late_completions"] += 1
+                log.warning("completion of %d names no transfer in flight; ignored", token)
+            else:
+                self._complete(transfer, ok)
+        return delivered
+
+    def _complete(self, transfer: Transfer, ok: bool) -> None:
+        """The end of a transfer: its slots, and its pages if their life is still the same."""
+        seq, geometry = transfer.seq, self.arena.geometry
+        plan = self.plan()
+        plan.operands = {"slots": transfer.slots}
+        current = transfer.current and seq.transfer is transfer
+        if current:
+            blocks = geometry.blocks(seq.held_tokens)
+            plan.operands |= {"sequence": (seq,), "held": ((seq.pages, 0, blocks),)}
+            plan.operands |= {"loading": plan.operands["held"]}
+            if transfer.inward and not ok:
+                plan.operands |= runs.freeing(seq, geometry, blocks)
+            self.touched.add(seq.uid)
+        plan.move(_DONE if ok else _FAIL, transfer)
+        self.actor.run(plan)
+        self.settle(plan)
+        self.loads -= transfer.inward
+        self.columns.version += 1
+        if not ok:
+            self.counters["failed_copies"] += 1
+            log.warning("%s failed", transfer)
+        if current:
+            self._end(transfer, ok, plan)
+
+    def _end(self, transfer: Transfer, ok: bool, plan: Plan) -> None:
+        """What the end of its copy leaves of a sequence."""
+        seq = transfer.seq
+        seq.transfer = None
+        if transfer.inward and not ok:
+            runs.hand_over(seq, plan.operands)
+            self.columns.set_scheduled(seq.row, seq.length_tokens)
+        elif transfer.inward or not ok:
+            seq.slots, seq.held_tokens = [], 0
+        if transfer.outward and not ok:
+            seq.forget_tokens()

@@ -1,0 +1,376 @@
+"""The objects that a caller holds, and the columns that a step touches.
+
+A batch is a mask over rows, and every number that a step changes is a column over the same rows.
+So a step is a few numpy operations on whole columns, whatever the batch and however long its
+sequences; only a sequence that crosses a frame or a block costs any Python. Columns that a step
+remembers (`scheduled`, `life`) are replaced and never written into.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstate.arena import Range
+from kvstate.device import Event, Stream
+from kvstate.errors import IllegalTransition
+from kvstate.plan import Cells, Run
+from kvstate.spec.page import DROPPED, HOST_HELD_ACTIVE, HOST_HELD_COMMITTED
+from kvstate.spec.sequence import CREATED, SEQUENCE
+from kvstate.spec.transfer import ISSUED, STEP_ISSUED
+
+if TYPE_CHECKING:
+    from kvstate.manager import Manager
+
+Column = npt.NDArray[np.int64]
+
+
+class Columns:
+    """One number a row. The last row belongs to no sequence and stays 0."""
+
+    def __init__(self, rows: int, tokens_per_block: int) -> None:
+        self.rows = rows
+        self.free = list(range(rows - 1, -1, -1))
+        self.states = bytearray(rows + 1)
+        self.scheduled: Column = np.zeros(rows + 1, np.int64)
+        """Tokens written, counting steps in flight."""
+        self.settled: Column = np.zeros(rows + 1, np.int64)
+        """Tokens written by settled steps."""
+        self.known: Column = np.zeros(rows + 1, np.int64)
+        """Tokens whose ids were committed."""
+        self.capacity: Column = np.zeros(rows + 1, np.int64)
+        """Tokens that the mapped and charged memory has room for; 0 unless ACTIVE."""
+        self.steps: Column = np.zeros(rows + 1, np.int64)
+        """Steps in flight."""
+        self.life: Column = np.zeros(rows + 1, np.int64)
+        self.open_block = np.zeros((rows + 1, tokens_per_block), np.int32)
+        """The known token ids of the block that is not full yet."""
+        self.version = 0
+        """Grows with every change that could make a step illegal."""
+
+    def set_scheduled(self, row: int, tokens: int) -> None:
+        """Change one row. Steps in flight keep the column they remember."""
+        self.scheduled = self.scheduled.copy()
+        self.scheduled[row] = tokens
+
+    def set_life(self, row: int, life: int) -> None:
+        """Change one row. Steps in flight keep the column they remember."""
+        self.life = self.life.copy()
+        self.life[row] = life
+
+    def set_lengths(self, row: int, tokens: int) -> None:
+        """All three lengths of one row: nothing is in flight, and ids are known at most so far."""
+        self.set_scheduled(row, tokens)
+        self.settled[row] = tokens
+        self.known[row] = min(tokens, int(self.known[row]))
+
+
+class Transfer:
+    """A copy between tiers that was issued, or (with neither direction) a wait for an event."""
+
+    __slots__ = ("inward", "life", "outward", "range", "seq", "slots", "state", "token")
+
+    def __init__(
+        self, token: int, seq: Sequence, range_: Range, slots: list[Run],
+        *, outward: bool = False, inward: bool = False,
+    ) -> None:  # fmt: skip
+        self.token, self.seq, self.range, self.slots = token, seq, range_, slots
+        self.outward, self.inward = outward, inward
+        self.life = seq.life
+        self.state = ISSUED.code
+
+    def __str__(self) -> str:
+        return f"transfer {self.token} of {self.seq}"
+
+    @property
+    def kind(self) -> str:
+        """As what it holds a range: a copy, or a wait for the caller's event."""
+        return "transfer" if self.inward or self.outward else "fence"
+
+    @property
+    def current(self) -> bool:
+        """The sequence's bytes still live the life that the transfer was issued in."""
+        return self.seq.life == self.life
+
+
+class Sequence:
+    """One sequence. Every method is the manager's call of that name; see `Manager`."""
+
+    __slots__ = (
+        "_life", "_state", "columns", "commits", "held_tokens", "keys", "kv", "max_tokens", "pages",
+        "range", "row", "salt", "slots", "stream", "transfer", "uid",
+    )  # fmt: skip
+
+    def __init__(
+        self, kv: Manager, uid: int, row: int, max_tokens: int, salt: bytes, commits: bool
+    ) -> None:
+        self.kv, self.uid, self.row = kv, uid, row
+        self.columns = kv.columns
+        self.max_tokens, self.salt, self.commits = max_tokens, salt, commits
+        self._life = int(self.columns.life[row])
+        self._state = CREATED.code
+        self.columns.states[row] = CREATED.code
+        self.pages = Cells(self, bytearray(kv.geometry.blocks(max_tokens)))
+        self.range: Range | None = None
+        self.slots: list[Run] = []
+        """Its host slots, in the order of its pages."""
+        self.held_tokens = 0
+        """Tokens whose bytes its host slots have, or will have."""
+        self.transfer: Transfer | None = None
+        """The copy of this life that is in flight."""
+        self.stream: Stream = None
+        self.keys: list[bytes] = []
+        """The token ids of each committed block, as int32 bytes."""
+
+    def __str__(self) -> str:
+        return f"sequence {self.uid}"
+
+    __repr__ = __str__
+
+    # What guards and effects of the sequence table read and write.
+
+    @property
+    def state(self) -> int:
+        """The code of its state."""
+        return self._state
+
+    @state.setter
+    def state(self, code: int) -> None:
+        if code != self._state:
+            self._state = code
+            self.columns.states[self.row] = code
+            self.columns.version += 1
+
+    @property
+    def life(self) -> int:
+        """The number of this life of its bytes."""
+        return self._life
+
+    @life.setter
+    def life(self, life: int) -> None:
+        self._life = life
+        self.columns.set_life(self.row, life)
+
+    @property
+    def steps(self) -> int:
+        """Steps in flight that name it."""
+        return self.columns.steps.item(self.row)
+
+    @property
+    def writing(self) -> bool:
+        """A copy of it to the host is in flight."""
+        return self.transfer is not None and self.transfer.outward
+
+    @property
+    def loading(self) -> bool:
+        """A copy of it to the GPU is in flight."""
+        return self.transfer is not None and self.transfer.inward
+
+    @property
+    def committing(self) -> bool:
+        """Full blocks become read-only."""
+        return self.commits
+
+    @committing.setter
+    def committing(self, value: int) -> None:
+        self.commits = bool(value)
+        self.columns.version += 1
+
+    # What a caller reads.
+
+    @property
+    def state_name(self) -> str:
+        """The name of its state."""
+        return SEQUENCE.states[self._state].name
+
+    @property
+    def length_tokens(self) -> int:
+        """Tokens that settled steps have written."""
+        return self.columns.settled.item(self.row)
+
+    @property
+    def scheduled_tokens(self) -> int:
+        """Tokens written once every step in flight is done."""
+        return self.columns.scheduled.item(self.row)
+
+    @property
+    def committed_tokens(self) -> int:
+        """Tokens whose ids are known; whole blocks of them are read-only."""
+        return self.columns.known.item(self.row)
+
+    @property
+    def capacity_tokens(self) -> int:
+        """Tokens that there is mapped and charged memory for."""
+        return self.columns.capacity.item(self.row)
+
+    @property
+    def base(self) -> int | None:
+        """The address of its first token row on the GPU; None while it has no range."""
+        return None if self.range is None else self.range.base
+
+    @property
+    def written_tokens(self) -> int:
+        """Tokens that memory on the GPU has, or will have once copies and steps are done."""
+        return max(self.scheduled_tokens, self.held_tokens)
+
+    @property
+    def held_pages(self) -> int:
+        """Pages that are on the host."""
+        states = self.pages.states
+        return states.count(HOST_HELD_ACTIVE.code) + states.count(HOST_HELD_COMMITTED.code)
+
+    @property
+    def dropped_pages(self) -> int:
+        """Pages whose bytes were given up."""
+        return self.pages.states.count(DROPPED.code)
+
+    def forget_tokens(self) -> None:
+        """Its bytes are gone: it has no tokens and knows none."""
+        self.columns.known[self.row] = 0
+        self.columns.set_lengths(self.row, 0)
+        self.slots, self.keys, self.held_tokens = [], [], 0
+
+    # What a caller does.
+
+    def resume(self, stream: Stream = None) -> None:
+        """See `Manager.resume`."""
+        self.kv.resume(self, stream)
+
+    def resize(self, capacity_tokens: int) -> None:
+        """See `Manager.resize`."""
+        self.kv.resize(self, capacity_tokens)
+
+    def rewind(self, length_tokens: int) -> None:
+        """See `Manager.rewind`."""
+        self.kv.rewind(self, length_tokens)
+
+    def commit(self, tokens: npt.ArrayLike) -> None:
+        """See `Manager.commit`."""
+        self.kv.commit(self, tokens)
+
+    def stop_committing(self) -> None:
+        """See `Manager.stop_committing`."""
+        self.kv.stop_committing(self)
+
+    def suspend(self, after: Event = None) -> None:
+        """See `Manager.suspend`."""
+        self.kv.suspend(self, after)
+
+    def drop(self, after: Event = None) -> None:
+        """See `Manager.drop`."""
+        self.kv.drop(self, after)
+
+    def close(self, after: Event = None) -> None:
+        """See `Manager.close_sequence`."""
+        self.kv.close_sequence(self, after)
+
+
+class Batch:
+    """Sequences that are stepped together, as a mask over rows. Build one with `Manager.batch`.
+
+    Keep it from step to step and change it with `add` and `remove`: what it has worked out about
+    its sequences is then worked out once.
+    """
+
+    __slots__ = ("_counts", "_tokens", "mask", "members", "rows", "seqs", "version")
+
+    def __init__(self, width: int, seqs: Iterable[Sequence]) -> None:
+        self.members: dict[Sequence, int] = {}
+        """Row by sequence, in the order of the batch."""
+        self.seqs: tuple[Sequence, ...] = ()
+        self.rows: Column = np.zeros(0, np.int64)
+        self.mask: Column = np.zeros(width, np.int64)
+        """1 for the rows of its members."""
+        self._counts = self.mask
+        self._tokens: int | None = None
+        self.version = -1
+        """The version of the columns at which every member was found ready to step."""
+        for seq in seqs:
+            self.members[seq] = seq.row
+        self._changed()
+
+    def __len__(self) -> int:
+        return len(self.members)
+
+    def __iter__(self) -> Iterator[Sequence]:
+        return iter(self.members)
+
+    def __contains__(self, seq: object) -> bool:
+        return seq in self.members
+
+    def add(self, seq: Sequence) -> None:
+        """Put a sequence at the end of the batch. O(batch)."""
+        self.members[seq] = seq.row
+        self._changed()
+
+    def remove(self, seq: Sequence) -> None:
+        """Take a sequence out. O(batch)."""
+        del self.members[seq]
+        self._changed()
+
+    def counts(self, tokens: int | npt.ArrayLike) -> Column:
+        """Tokens a row: `tokens` for each member, or one number for each in the batch's order."""
+        if type(tokens) is int and tokens == self._tokens:
+            return self._counts
+        numbers = np.asarray(tokens, np.int64)
+        if numbers.shape not in ((), self.rows.shape) or np.any(numbers < 0):
+            reason = f"tokens is {numbers}: neither one count nor one for each of {len(self)}"
+            raise IllegalTransition("a batch", "step", "ACTIVE", reason)
+        self._counts = np.zeros_like(self.mask)
+        self._counts[self.rows] = numbers
+        self._tokens = tokens if type(tokens) is int else None
+        return self._counts
+
+    def _changed(self) -> None:
+        self.seqs = tuple(self.members)
+        self.rows = np.fromiter(self.members.values(), np.int64, len(self.members))
+        self.mask = np.zeros_like(self.mask)
+        self.mask[self.rows] = 1
+        self._tokens = None
+        self.version = -1
+
+
+class Step:
+    """One step of a batch: who writes how many tokens from which position. Made by
+    `Manager.step`."""
+
+    __slots__ = (
+        "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state", "version",
+    )  # fmt: skip
+
+    def __init__(self, number: int, batch: Batch, counts: Column, columns: Columns) -> None:
+        self.number = number
+        self.seqs = batch.seqs
+        self.rows, self.mask = batch.rows, batch.mask
+        self.counts = counts
+        self.starts = columns.scheduled
+        self.life = columns.life
+        self.version = columns.version
+        self.state = STEP_ISSUED.code
+        self.fenced: list[Range] = []
+        """Freed ranges whose fence waits for this step."""
+
+    def __str__(self) -> str:
+        return f"step {self.number}"
+
+    @property
+    def start_tokens(self) -> Column:
+        """The position of the first new token of each sequence, in the batch's order."""
+        return self.starts[self.rows]
+
+    @property
+    def count_tokens(self) -> Column:
+        """How many new tokens each sequence has, in the batch's order."""
+        return self.counts[self.rows]
+
+    def names(self, seq: Sequence) -> bool:
+        """The step writes tokens of this sequence."""
+        return bool(self.mask[seq.row])
+
+    def void(self, row: int) -> None:
+        """Make the step mean nothing for one row: the tokens it continued were rejected."""
+        self.life = self.life.copy()
+        self.life[row] = -1

@@ -1,0 +1,114 @@
+"""The two tiers' books: the frames of the GPU level, and the slots of host memory.
+
+Both keep state bytes and one count a state, changed only by settling a plan. Whether something
+fits is asked here and answered from these counts; nothing is reserved by asking.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from kvstate.plan import Cells, Frames, Run
+from kvstate.spec.frame import ABSENT, COMING, FRAME, MAPPED, PARKED, POOLED
+from kvstate.spec.host import DRAINING, FREE, HELD_READ, HOST
+
+_FREE_RUNS: Final = re.compile(b"[%c]+" % FREE.code)
+
+
+class GpuTier:
+    """Frames of one budget: absent, pooled, or in some range."""
+
+    def __init__(self, budget_frames: int) -> None:
+        self.budget_frames = budget_frames
+        self.counts = [0] * len(FRAME.states)
+        self.counts[ABSENT.code] = budget_frames
+        self.pool = Frames(self, self.counts)
+
+    def __str__(self) -> str:
+        return "the GPU tier"
+
+    @property
+    def free(self) -> int:
+        """Frames to be had at once: pooled, or absent and within the budget."""
+        return self.counts[ABSENT.code] + self.counts[POOLED.code]
+
+    @property
+    def reclaimable(self) -> int:
+        """Frames that a reclaim can unmap."""
+        return self.counts[PARKED.code]
+
+    @property
+    def coming(self) -> int:
+        """Frames behind a fence."""
+        return self.counts[COMING.code]
+
+    @property
+    def charged(self) -> int:
+        """Frames that sequences pay for."""
+        return self.counts[MAPPED.code]
+
+    def absent(self, count: int) -> tuple[Frames, int, int]:
+        """A run of frames that do not exist yet, to be created or (when 0) to be released into."""
+        frames = Frames(self, self.counts)
+        frames.ids = [0] * count
+        frames.states = bytearray([ABSENT.code]) * count
+        return frames, 0, count
+
+
+class HostTier:
+    """Slots of host memory, each with room for one page."""
+
+    def __init__(self, slots: int, block_bytes: int) -> None:
+        self.block_bytes = block_bytes
+        self.counts = [0] * len(HOST.states)
+        self.counts[FREE.code] = slots
+        self.cells = Cells(self, bytearray([FREE.code]) * slots, self.counts)
+        self.address = 0
+        self._cursor = 0
+
+    def __str__(self) -> str:
+        return "the host tier"
+
+    @property
+    def capacity(self) -> int:
+        """Slots in all."""
+        return len(self.cells.states)
+
+    @property
+    def free(self) -> int:
+        """Slots to be had at once."""
+        return self.counts[FREE.code]
+
+    @property
+    def coming(self) -> int:
+        """Slots that become free when copies end."""
+        return self.counts[DRAINING.code] + self.counts[HELD_READ.code]
+
+    def room(self, count: int) -> list[Run] | None:
+        """Free slots for that many pages, in as few runs as can be; None if there are too few.
+
+        One run if one is long enough (next fit), else the longest runs first. Cost: one scan.
+        """
+        if count > self.free:
+            return None
+        states, wanted = self.cells.states, bytes([FREE.code]) * count
+        at = states.find(wanted, self._cursor)
+        if at < 0:
+            at = states.find(wanted)
+        if at >= 0:
+            self._cursor = at + count
+            return [(self.cells, at, at + count)]
+        found = sorted(_FREE_RUNS.finditer(states), key=lambda m: m.start() - m.end())
+        return self._longest(found, count)
+
+    def _longest(self, found: list[re.Match[bytes]], count: int) -> list[Run]:
+        runs: list[Run] = []
+        for match in found:
+            low, high = match.span()
+            high = min(high, low + count)
+            runs.append((self.cells, low, high))
+            count -= high - low
+            if not count:
+                break
+        return sorted(runs, key=lambda run: run[1])

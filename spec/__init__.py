@@ -1,0 +1,1 @@
+"""The lifecycle of KV memory as data: tables, their coupling, and the laws."""

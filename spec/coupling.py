@@ -1,0 +1,156 @@
+"""How the machines move each other.
+
+One call changes many things: suspending a sequence moves its pages, frees its range, which fences
+its frames, and takes host slots. Who moves whom is said here, in the order in which it happens,
+and nowhere else; the manager only works out *which* pages, frames and slots are meant (the `over`
+names) and fires these links.
+
+A link whose `when` is false, or whose run is empty, fires nothing.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+from kvstate.spec.expr import Expr, variables
+from kvstate.spec.frame import FRAME
+from kvstate.spec.host import HOST
+from kvstate.spec.page import PAGE
+from kvstate.spec.range import RANGE
+from kvstate.spec.sequence import SEQUENCE
+from kvstate.spec.table import Table, TableError
+from kvstate.spec.transfer import STEP, TRANSFER, current, inward, outward
+
+TABLES: Final = {
+    table.name: table for table in (PAGE, FRAME, HOST, SEQUENCE, RANGE, TRANSFER, STEP)
+}
+"""Every machine by name. The first three own runs of bytes, the others are single objects."""
+
+OVER: Final = {
+    "reserved": "the fresh range that the sequence gets",
+    "adopted": "the parked range that the sequence gets",
+    "parked_pages": "the pages of an adopted or spilled range that are given up",
+    "in_place": "frames of the range that are mapped already and become charged",
+    "fresh": "frames from the pool that become charged",
+    "ahead": "frames from the pool beyond what is needed now",
+    "excess": "charged frames beyond what is needed",
+    "opened": "pages that become writable",
+    "emptied": "writable pages without tokens that are given back",
+    "dropped": "the dropped pages of the sequence",
+    "held": "the pages that are on the host",
+    "slots": "the host slots of the sequence",
+    "room": "free host slots that the sequence takes",
+    "written": "pages that hold tokens, with steps in flight counted",
+    "resident": "pages with memory on the GPU",
+    "filled": "pages whose tokens are now all known",
+    "rewound": "committed pages that the rewind goes into",
+    "range": "the range of the sequence",
+    "frames": "every frame mapped in the range",
+    "left": "pages of memory that its owner left while keeping its own records",
+    "tail": "the frames taken from the end of the range",
+    "loading": "the pages that the copy fills",
+    "sequence": "the sequence whose bytes the transfer moves",
+    "members": "the sequences of the step whose bytes still live the same life",
+    "leavers": "closing sequences that no other step names",
+}
+"""What a link may be fired over. The manager works the runs out; the meaning is fixed here."""
+
+
+@frozen
+class Link:
+    """When `cause` happens, `fires` happens over the named run, if `when` holds for the causing
+    object."""
+
+    cause: str
+    fires: str
+    over: str
+    why: str
+    when: Expr | None = None
+
+    def __str__(self) -> str:
+        when = "" if self.when is None else f" when {self.when}"
+        return f"{self.cause} -> {self.fires} over {self.over}{when}"
+
+
+_GROW = (
+    ("frame.adopt", "in_place", "mapped already: it only becomes charged"),
+    ("frame.map", "fresh", "the frontier moves"),
+    ("frame.map_ahead", "ahead", "the margin, from what the pool can spare"),
+    ("page.open", "opened", "mapped and charged pages may be written"),
+)
+_FREE = (
+    ("frame.fence", "frames", "issued work may still touch the memory"),
+    ("page.park", "left", "the memory stays mapped and belongs to the range"),
+)
+
+COUPLING: Final = (
+    Link("sequence.resume", "range.adopt", "adopted", "a parked range that fits is taken whole"),
+    Link("sequence.resume", "range.reserve", "reserved", "else fresh addresses"),
+    Link("sequence.resume", "page.clear", "dropped", "what was dropped is computed again"),
+    *(Link("sequence.resume", *rest) for rest in _GROW),
+    Link("sequence.resume", "host.read", "slots", "the copy back reads them"),
+    Link("sequence.resume", "page.load", "held", "the bytes come back"),
+    *(Link("sequence.grow", *rest) for rest in _GROW),
+    Link("sequence.shrink", "page.clear", "emptied", "no room, no page"),
+    Link("sequence.shrink", "frame.park", "excess", "the mapping stays, the charge ends"),
+    Link("sequence.rewind", "page.reopen", "rewound", "they will be written again"),
+    Link("sequence.commit", "page.commit", "filled", "all their tokens are known"),
+    Link("sequence.suspend", "host.reserve", "room", "room first: it is what can be missing"),
+    Link("sequence.suspend", "page.clear", "emptied", "capacity without tokens is not copied"),
+    Link("sequence.suspend", "page.hold", "written", "the bytes go to the host"),
+    Link("sequence.suspend", "range.free", "range", "the copy reads it; then it is parked"),
+    Link("sequence.drop", "page.clear", "emptied", "capacity without tokens has nothing to lose"),
+    Link("sequence.drop", "page.drop", "written", "the bytes are given up"),
+    Link("sequence.drop", "page.drop", "held", "the bytes are given up"),
+    Link("sequence.drop", "host.abandon", "slots", "nobody will read them"),
+    Link("sequence.drop", "range.free", "range", "the memory is parked"),
+    Link("sequence.close", "page.park", "resident", "the memory outlives its owner"),
+    Link("sequence.close", "page.forget", "held", "they have no memory on the GPU"),
+    Link("sequence.close", "page.forget", "dropped", "they have no memory at all"),
+    Link("sequence.close", "host.abandon", "slots", "nobody will read them"),
+    Link("sequence.close", "range.free", "range", "the memory is parked"),
+    Link("sequence.lose", "page.drop", "held", "their bytes never arrived"),
+    Link("sequence.unload", "page.fail", "loading", "the host copy is still good"),
+    Link("sequence.unload", "page.clear", "emptied", "what was opened for new tokens"),
+    Link("sequence.unload", "range.free", "range", "the memory is parked"),
+    *(Link("range.free", *rest) for rest in _FREE),
+    Link("range.land", "frame.land", "frames", "nothing can touch the memory any more"),
+    Link("range.adopt", "page.adopt", "parked_pages", "the next owner keeps its own records"),
+    Link("range.spill", "frame.unmap", "tail", "the frames go back to the pool"),
+    Link("range.spill", "page.spill", "parked_pages", "no memory, no page"),
+    Link("transfer.done", "host.arrive", "slots", "the only copy is here", when=outward),
+    Link("transfer.done", "host.loaded", "slots", "the GPU has the bytes", when=inward),
+    Link("transfer.done", "page.arrive", "loading", "they may be read", when=inward & current),
+    Link("transfer.fail", "host.lose", "slots", "no bytes came", when=outward),
+    Link("transfer.fail", "host.keep", "slots", "still the only copy", when=inward),
+    Link("transfer.fail", "sequence.lose", "sequence", "its bytes are gone",
+         when=outward & current),
+    Link("transfer.fail", "sequence.unload", "sequence", "it must be copied again",
+         when=inward & current),
+    Link("step.settle", "sequence.settle", "members", "their accepted tokens are there"),
+    Link("step.settle", "sequence.leave", "leavers", "nothing names their row any more"),
+)  # fmt: skip
+
+
+def check_coupling(links: tuple[Link, ...] = COUPLING) -> None:
+    """Raise TableError if a link names an event, a run or a variable that does not exist."""
+    for link in links:
+        cause, _ = _event(link, link.cause)
+        _event(link, link.fires)
+        if link.over not in OVER:
+            raise TableError(f"{link}: {link.over} is not a known run")
+        known = {var.name for var in cause.variables}
+        if link.when is not None and not variables(link.when) <= known:
+            raise TableError(f"{link}: {cause.name} has only the variables {sorted(known)}")
+
+
+def _event(link: Link, name: str) -> tuple[Table, str]:
+    machine, _, event = name.partition(".")
+    if machine not in TABLES or event not in TABLES[machine].events:
+        raise TableError(f"{link}: there is no event {name}")
+    return TABLES[machine], event
+
+
+check_coupling()
