@@ -10,8 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Final
 
-from kvstate.device import CALLS, Ledger, MapRun, UnmapRun, Work
+from kvstate.device import CALLS, MapRun, UnmapRun
 from kvstate.errors import ConfigError, DeviceError
+from kvstate.spec.facts import Ledger, Work
 
 FAILURES: Final = (*CALLS, "complete")
 """What `fail_next` may name: a kind of call, or the end of a copy."""
@@ -40,11 +41,10 @@ class Books:
             raise ConfigError(f"{kind!r} cannot fail; choose one of {', '.join(FAILURES)}")
         self._failing.setdefault(kind, []).append(nth)
 
-    def cancel_failures(self) -> bool:
-        """Forget planned failures that have not happened; whether there were any."""
-        had = bool(self._failing)
-        self._failing.clear()
-        return had
+    def cancel_failures(self) -> None:
+        """Forget planned failures of calls; a copy that was told to fail will still fail."""
+        for kind in [kind for kind in self._failing if kind != "complete"]:
+            del self._failing[kind]
 
     def fails(self, kind: str) -> bool:
         """Count one call of that kind; whether it was told to fail."""

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Final
 
 import numpy as np
-from attrs import define
+from attrs import define, field
 
 from kvstate import pattern
 from kvstate.device import CopyRun, FillRun, MapRun, Segments, Stream, UnmapRun
@@ -54,13 +54,8 @@ class HostCheck:
 
     done: bool = False
     size_bytes: int = 0
-    mismatches: int = 0
-    first: str = ""
-
-    def note(self, count: int, where: str) -> None:
-        """Count mismatched rows; remember the first place."""
-        self.mismatches += count
-        self.first = self.first or where
+    wrong: list[int] = field(factory=list)
+    first: list[int] = field(factory=list)
 
 
 class HostDevice(SimulatedDevice):
@@ -242,22 +237,24 @@ class HostDevice(SimulatedDevice):
 
     def _verify_rows(self, segments: Segments, check: HostCheck) -> None:
         for address, position, count, key in segments.tolist():
-            size = count * self._row_bytes
-            check.size_bytes += size
-            if size > self._scratch.nbytes:
-                self._scratch = np.zeros(size // 4, np.uint32)
-            if not self.move([CopyRun(self._scratch.ctypes.data, address, size)]):
-                check.note(count, f"{count} tokens from {position}: {self.faults[-1]}")
-                continue
-            found = self._scratch[: size // 4].reshape(count, -1)
-            wrong = np.flatnonzero(
-                (found != pattern.rows(key, position, count, self._row_bytes)).any(axis=1)
-            )
-            if len(wrong):
-                at = int(wrong[0])
-                where = f"token {position + at} at {address + at * self._row_bytes:#x}"
-                check.note(len(wrong), f"{where} reads {found[at, :4].tolist()}")
+            bad = self._wrong_rows(address, position, count, key)
+            check.size_bytes += count * self._row_bytes
+            check.wrong.append(len(bad))
+            check.first.append(position + bad[0] if bad else 0)
         check.done = True
+
+    def _wrong_rows(self, address: int, position: int, count: int, key: int) -> Sequence[int]:
+        """Which token rows differ from what their writer wrote; all, if they cannot be read."""
+        size = count * self._row_bytes
+        if size > self._scratch.nbytes:
+            self._scratch = np.zeros(size // 4, np.uint32)
+        if not self.move([CopyRun(self._scratch.ctypes.data, address, size)]):
+            return range(count)
+        found = self._scratch[: size // 4].reshape(count, -1)
+        wanted = pattern.rows(key, position, count, self._row_bytes)
+        if np.array_equal(found, wanted):
+            return ()
+        return [int(at) for at in np.flatnonzero((found != wanted).any(axis=1))]
 
     def _extents(self, segments: Segments) -> tuple[tuple[int, int], ...]:
         if self.streams.eager:

@@ -21,8 +21,8 @@ class NoCheck:
 
     done: bool = True
     size_bytes: int = 0
-    mismatches: int = 0
-    first: str = ""
+    wrong: tuple[int, ...] = ()
+    first: tuple[int, ...] = ()
 
 
 class NullDevice(SimulatedDevice):
@@ -86,6 +86,13 @@ class NullDevice(SimulatedDevice):
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
         """Nothing to overwrite."""
         self.enter("fill")
+
+    def peek(self, address: int, size_bytes: int) -> bytes:
+        """There are no bytes."""
+        return bytes(size_bytes)
+
+    def poke(self, address: int, data: bytes) -> None:
+        """There are no bytes."""
 
     def set_rows(self, row_bytes: int) -> None:
         """Nothing to compare."""

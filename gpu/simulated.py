@@ -9,10 +9,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvstate.device import Completion, CopyRun, Direction, Event, Ledger, Stream
+from kvstate.device import Completion, CopyRun, Direction, Event, Stream
 from kvstate.errors import DeviceError
 from kvstate.gpu.books import Books
 from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
+from kvstate.spec.facts import Ledger
 
 
 class SimulatedDevice(Books):

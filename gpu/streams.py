@@ -17,8 +17,8 @@ from typing import Final
 
 from attrs import define, field
 
-from kvstate.device import Work
 from kvstate.errors import ConfigError
+from kvstate.spec.facts import Work
 
 MODES: Final = ("eager", "adversarial")
 

@@ -60,6 +60,10 @@ class Range:
         """Frames that its sequence pays for."""
         return self.frames.states.count(MAPPED.code)
 
+    def in_place(self, end: int) -> int:
+        """How many of the first `end` frames are mapped and not charged."""
+        return max(0, min(end, self.mapped) - self.charged)
+
     @property
     def tail(self) -> int:
         """Frames at its end that are mapped and in nobody's use."""

@@ -7,6 +7,7 @@ unused rest are reported.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from math import gcd, lcm
 from typing import Final
 
@@ -61,11 +62,15 @@ class HostTier:
     size_bytes: int
 
 
+def _as_tuple(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
+    return tuple(layers)
+
+
 @frozen
 class Config:
     """Everything a `Manager` is told. Raises ConfigError if it cannot work."""
 
-    layers: tuple[LayerSpec, ...] = field(converter=tuple)
+    layers: tuple[LayerSpec, ...] = field(converter=_as_tuple)
     gpu: GpuTier
     host: HostTier | None = None
     tokens_per_block: int = 32

@@ -15,7 +15,8 @@ from typing import Any, Final, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
-from attrs import field, frozen
+
+from kvstate.spec.facts import Ledger
 
 Stream = Any
 """Whatever the device launches work on, in order: opaque to the manager."""
@@ -153,44 +154,6 @@ class Device(Protocol):
         """Give everything back that is still held. May be called twice."""
 
 
-@frozen
-class Work:
-    """A piece of issued work that has not run yet."""
-
-    name: str
-    stream: int
-    number: int
-    reads: tuple[tuple[int, int], ...] = ()
-    """(address, size in bytes) runs."""
-    writes: tuple[tuple[int, int], ...] = ()
-    waits: tuple[int, ...] = ()
-    """Numbers of the pending work that must run before it."""
-
-
-@frozen
-class Ledger:
-    """A device's own books, for laws that compare them with the manager's."""
-
-    reservations: Mapping[int, int]
-    """Size in bytes by address."""
-    frames: frozenset[int]
-    """Physical frames that exist."""
-    mappings: Mapping[int, int]
-    """Frame by address."""
-    host: Mapping[int, int]
-    """Host memory: size in bytes by address."""
-    copies: frozenset[int]
-    """Tokens of copies whose end was not reported yet."""
-    work: tuple[Work, ...] = field(default=())
-    """Issued work that has not run, where the device can tell."""
-
-    @property
-    def empty(self) -> bool:
-        """Nothing at all is held."""
-        held = (self.reservations, self.frames, self.mappings, self.host, self.copies, self.work)
-        return not any(held)
-
-
 SEGMENT: Final = np.dtype(
     [("address", np.uint64), ("position", np.uint64), ("count", np.uint64), ("key", np.uint64)]
 )
@@ -212,22 +175,40 @@ class Check(Protocol):
         """How many bytes were compared."""
 
     @property
-    def mismatches(self) -> int:
-        """How many token rows differ, or cannot be read."""
+    def wrong(self) -> Sequence[int]:
+        """For each segment, how many token rows differ or cannot be read."""
 
     @property
-    def first(self) -> str:
-        """Where the first one is, in words; empty if there is none."""
+    def first(self) -> Sequence[int]:
+        """For each segment, the first such token's position; meaningless where `wrong` is 0."""
 
 
 class ByteDevice(Device, Protocol):
     """A device whose bytes can be written and checked: what a simulated engine needs."""
+
+    faults: list[str]
+    """Accesses to memory that is not there, in words: each one is somebody's bug."""
+
+    def fail_next(self, kind: str, nth: int = 1) -> None:
+        """Make the `nth` next call of that kind fail, once; `complete` is the end of a copy."""
+
+    def cancel_failures(self) -> None:
+        """Forget planned failures of calls; a copy that was told to fail will still fail."""
+
+    def schedule(self, seed: int) -> None:
+        """Decide from here on by this seed when pending work runs, where work is simulated."""
 
     def stream(self) -> Stream:
         """A stream of the caller's."""
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
+
+    def peek(self, address: int, size_bytes: int) -> bytes:
+        """Read memory at once. Raises DeviceError if it is not there."""
+
+    def poke(self, address: int, data: bytes) -> None:
+        """Write memory at once. Raises DeviceError if it is not there or is read-only."""
 
     def set_rows(self, row_bytes: int) -> None:
         """The size of a token row, for the two calls below."""

@@ -7,6 +7,9 @@ means: it could not be undone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 
 class KvStateError(Exception):
     """Base of every error of this package."""
@@ -31,16 +34,19 @@ class CapacityError(KvStateError):
 class OutOfFrames(CapacityError):
     """GPU memory is short.
 
-    `needed` frames were asked for; `free` could be had at once, `reclaimable` are parked, `coming`
-    wait for issued work. `place` is the check that refused: `gate`, `budget`, `limit` or
+    `needed` frames were to become charged; `free` could be had at once, `reclaimable` are parked,
+    `coming` wait for issued work. `place` is the check that refused: `gate`, `budget`, `limit` or
     `addresses`.
     """
 
     def __init__(
-        self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str
-    ) -> None:
+        self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str,
+        uses: Mapping[Any, int] | None = None,
+    ) -> None:  # fmt: skip
         self.needed, self.free, self.place = needed, free, place
         self.reclaimable, self.coming = reclaimable, coming
+        self.uses = uses or {}
+        """Ranges whose parked frames the call itself counts on, and up to which frame."""
         super().__init__(
             f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "
             f"{coming} are coming; refused by the {place}"
@@ -48,8 +54,7 @@ class OutOfFrames(CapacityError):
 
 
 class HostExhausted(CapacityError):
-    """The host tier has no room for the sequence. It is intact: `drop()` it, or try again
-    later."""
+    """The host tier has no room. The sequence is intact: `drop()` it, or try again later."""
 
     def __init__(self, what: str, needed: int, free: int, coming: int, capacity: int) -> None:
         self.needed, self.free, self.coming, self.capacity = needed, free, coming, capacity

@@ -8,9 +8,9 @@ nothing: it is late, or a duplicate.
 from __future__ import annotations
 
 import logging
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Final
+from typing import Final, NamedTuple
 
 from kvstate import runs
 from kvstate.act import Actor
@@ -29,6 +29,16 @@ _LAND: Final = MACHINES.object("range.land")
 _DONE: Final = MACHINES.object("transfer.done")
 _FAIL: Final = MACHINES.object("transfer.fail")
 _STEP_LAND: Final = MACHINES.object("step.land")
+
+
+class Ended(NamedTuple):
+    """The end of a copy that a sequence was waiting for."""
+
+    call: int
+    """The public call that delivered it."""
+    uid: int
+    outward: bool
+    ok: bool
 
 
 class Flight:
@@ -51,8 +61,8 @@ class Flight:
         self.call = 0
         """The number of the public call that runs."""
         self._quiet_in = -1
-        self.touched: set[int] = set()
-        """Sequences that completions have changed during this call, by uid."""
+        self.ended: deque[Ended] = deque(maxlen=4096)
+        """The latest ends of copies of living bytes. Whoever reads them takes them out."""
 
     def plan(self) -> Plan:
         """An empty plan."""
@@ -95,8 +105,10 @@ class Flight:
     def settle(self, plan: Plan) -> None:
         """Settle a plan, and let named holders come or go as its rows say."""
         plan.settle()
-        for subject, words in plan.holds:
-            for range_ in self._hold(subject, words):
+        if plan.holds:
+            # All holds first: a range must not land on one's release before another has begun.
+            held = [range_ for hold in plan.holds for range_ in self._hold(*hold)]
+            for range_ in held:
                 if range_.state == FENCED.code and not range_.holders:
                     self._land(range_)
 
@@ -155,7 +167,7 @@ class Flight:
             plan.operands |= {"loading": plan.operands["held"]}
             if transfer.inward and not ok:
                 plan.operands |= runs.freeing(seq, geometry, blocks)
-            self.touched.add(seq.uid)
+            self.ended.append(Ended(self.call, seq.uid, transfer.outward, ok))
         plan.move(_DONE if ok else _FAIL, transfer)
         self.actor.run(plan)
         self.settle(plan)

@@ -48,6 +48,9 @@ from kvstate.tiers import GpuTier, HostTier
 log = logging.getLogger("kvstate")
 T = TypeVar("T")
 
+_ROUNDS: Final = 3
+"""How often a call looks for what its plan is short of."""
+
 _RESUME: Final = MACHINES.object("sequence.resume")
 _GROW: Final = MACHINES.object("sequence.grow")
 _SHRINK: Final = MACHINES.object("sequence.shrink")
@@ -68,7 +71,19 @@ class Manager:
     manager, or call `close`.
     """
 
-    def __init__(self, config: Config, device: Device) -> None:
+    def __init__(
+        self,
+        config: Config,
+        device: Device,
+        *,
+        debug: bool = False,
+        record: Callable[[bytes], object] | None = None,
+    ) -> None:
+        """Reserve addresses and host memory; frames are allocated when they are needed.
+
+        With `debug`, every law is checked after every call. `record` is called with every public
+        call as one line of a trace (see `kvstate.trace`); a file's `write` will do.
+        """
         self.closed = True
         self.config, self.device = config, device
         self.geometry = geometry = Geometry(config)
@@ -85,6 +100,10 @@ class Manager:
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
         self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight)
         self.closed = False
+        if debug or record:
+            from kvstate.observe import observe
+
+            observe(self, debug=debug, record=record)
 
     def _reserve(self, geometry: Geometry) -> int:
         """Reserve host memory and addresses; if either fails, keep neither."""
@@ -192,8 +211,7 @@ class Manager:
         range_ = parked or self.arena.vacant(extent)
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
-        self._need(seq, max(0, frames - range_.mapped))
-        plan = self.flight.plan()
+        plan = self._plan_frames(seq, {range_: frames})
         plan.copies(range_.base, seq.slots, tokens * self.geometry.row_bytes, stream)
         plan.operands = self._growth(plan, seq, range_, frames, opened=seq.held_pages)
         plan.operands |= runs.hosted(seq)
@@ -231,23 +249,26 @@ class Manager:
         self.flight.settle(plan)
         self._set_capacity(seq)
 
-    def _grow(self, wanted: list[tuple[Sequence, int]], what: str) -> None:
+    def _grow(
+        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None
+    ) -> None:
         """Give every sequence that many charged frames, in one pass of maps for all of them."""
-        plan = self._attempt(lambda: self._plan_grow(wanted, what))
+        plan = self._attempt(lambda: self._plan_grow(wanted, what, batch))
         self.actor.run(plan)
         self.flight.settle(plan)
         for seq, _ in wanted:
             self._set_capacity(seq)
 
-    def _plan_grow(self, wanted: list[tuple[Sequence, int]], what: str) -> Plan:
+    def _plan_grow(
+        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None
+    ) -> Plan:
+        if batch is not None and batch.version != self.columns.version:
+            self._check_step(batch)
         for seq, _ in wanted:
             self._legal(_GROW, seq)
-        ranges = [seq.range for seq, _ in wanted if seq.range is not None]
-        growths = [frames for _, frames in wanted]
-        missing = zip(growths, ranges, strict=True)
-        self._need(what, sum(max(0, frames - range_.mapped) for frames, range_ in missing))
-        plan = self.flight.plan()
-        for (seq, frames), range_ in zip(wanted, ranges, strict=True):
+        uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
+        plan = self._plan_frames(what, uses)
+        for (seq, frames), range_ in zip(wanted, uses, strict=True):
             opened = self.geometry.blocks(seq.capacity_tokens)
             plan.operands = self._growth(plan, seq, range_, frames, opened)
             plan.move(_GROW, seq)
@@ -294,6 +315,7 @@ class Manager:
         over = ends > columns.capacity
         if np.count_nonzero(over):
             self._grow_batch(batch, over, ends)
+            ends = columns.scheduled + counts
         self._stepped += 1
         step = Step(self._stepped, batch, counts, columns)
         columns.scheduled = ends
@@ -315,7 +337,7 @@ class Manager:
                 end = int(ends[seq.row])
                 self._check_length(seq, "step", 0, end, seq.max_tokens)
                 wanted.append((seq, self.geometry.frames(end)))
-        self._grow(wanted, f"a step of {len(batch)} sequences")
+        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
 
     def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
         """A step is done on the device: its accepted tokens are really there.
@@ -375,7 +397,7 @@ class Manager:
         return taken
 
     def _check_order(self, step: Step, seq: Sequence) -> None:
-        if step.starts[seq.row] != seq.length_tokens:
+        if step.counts[seq.row] and step.starts[seq.row] != seq.length_tokens:
             reason = (
                 f"it begins at {step.starts[seq.row]}, but {seq} is settled up to "
                 f"{seq.length_tokens}: settle the earlier step first"
@@ -510,7 +532,7 @@ class Manager:
         self._enter()
         if self.gpu.reclaimable or self.gpu.coming:
             self.flight.quiesce()
-            self.ladder.spill(self.gpu.reclaimable)
+            self.ladder.spill(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
 
     def close(self) -> None:
@@ -538,7 +560,7 @@ class Manager:
                 self.close_sequence(seq)
         self._enter()
         self.flight.quiesce()
-        self.ladder.spill(self.gpu.reclaimable)
+        self.ladder.spill(self.gpu.budget_frames)
         self.ladder.release(0)
         self.device.unreserve(self.arena.base)
         if self.host.address:
@@ -568,7 +590,6 @@ class Manager:
         if self.closed:
             raise IllegalTransition("the manager", "call", "CLOSED", "open a new one")
         self.flight.call += 1
-        self.flight.touched.clear()
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:
         """Refuse an illegal event before anything is looked up, waited for or reclaimed."""
@@ -576,39 +597,47 @@ class Manager:
             raise illegal_object(event, subject)
 
     def _attempt(self, build: Callable[[], T]) -> T:
-        """Build a plan. If something is short, find it, once for each kind, and build again."""
-        tried: set[str] = set()
-        while True:
+        """Build a plan. If something is short, find it and build again.
+
+        What is found is there for good, and the one quiesce is made once: a few rounds are enough
+        for a plan that came to use another range.
+        """
+        for _ in range(_ROUNDS):
             try:
                 return build()
             except CapacityError as short:
-                kind = short.place if isinstance(short, OutOfFrames) else "host"
-                if kind in tried or kind == "gate":
-                    raise self._refused(short) from None
-                tried.add(kind)
                 try:
                     self._find(short)
                 except CapacityError:
                     raise self._refused(short) from None
+        return build()
 
     def _find(self, short: CapacityError) -> None:
         """Find what a plan is short of. Raises `short` if there is nothing to wait for."""
-        if isinstance(short, HostExhausted):
-            if short.needed > short.free + short.coming:
-                raise short
-            self.flight.quiesce()
+        if isinstance(short, OutOfFrames) and short.place == "budget":
+            self.ladder.supply(short)
         elif isinstance(short, OutOfFrames) and short.place == "addresses":
             self.ladder.addresses(short)
-        elif isinstance(short, OutOfFrames):
-            self.ladder.supply(short)
+        elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
+            self.flight.quiesce()
+        else:
+            raise short
 
-    def _need(self, what: object, frames: int) -> None:
-        if frames > len(self.gpu.pool.ids):
-            raise self._short(str(what), frames, "budget")
+    def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
+        """An empty plan that is going to charge each range up to that frame."""
+        plan = self.flight.plan()
+        fresh = sum(max(0, end - range_.mapped) for range_, end in uses.items())
+        plan.spare = len(self.gpu.pool.ids) - fresh
+        if plan.spare < 0:
+            needed = sum(max(0, end - range_.charged) for range_, end in uses.items())
+            raise self._short(str(what), needed, "budget", uses)
+        return plan
 
-    def _short(self, what: str, needed: int, place: str) -> OutOfFrames:
+    def _short(
+        self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None
+    ) -> OutOfFrames:
         gpu = self.gpu
-        return OutOfFrames(what, needed, gpu.free, gpu.reclaimable, gpu.coming, place)
+        return OutOfFrames(what, needed, gpu.free, gpu.reclaimable, gpu.coming, place, uses)
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__
@@ -619,11 +648,7 @@ class Manager:
         self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int
     ) -> runs.Operands:
         ahead = self.config.gpu.map_ahead_frames
-        operands, taken = runs.growth(
-            self.gpu, self.geometry, seq, range_, frames, opened, plan.taken, ahead
-        )
-        plan.taken += taken
-        return operands
+        return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead)
 
     def _capacity(self, seq: Sequence, frames: int) -> int:
         return min(seq.max_tokens, self.geometry.tokens(frames))

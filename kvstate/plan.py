@@ -79,7 +79,7 @@ class Plan:
 
     __slots__ = (
         "actions", "base", "coverage", "event", "holds", "ignored", "moves", "operands", "room",
-        "size_bytes", "splices", "stream", "taken", "tallies", "token",
+        "size_bytes", "spare", "splices", "stream", "taken", "tallies", "token",
     )  # fmt: skip
 
     def __init__(self, coverage: Coverage | None, ignored: str | None) -> None:
@@ -95,6 +95,8 @@ class Plan:
         """Objects whose rows change named holds."""
         self.taken = 0
         """Pooled frames that the plan has taken."""
+        self.spare = 0
+        """Pooled frames that nobody in the plan needs."""
         self.token: int | None = None
         """The copy that was issued."""
 

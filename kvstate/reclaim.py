@@ -12,6 +12,7 @@ without waiting, and a kernel that reads *nearby* addresses may fault (report S0
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Final
 
 from kvstate.act import Actor
@@ -40,22 +41,25 @@ class Ladder:
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
 
     def supply(self, short: OutOfFrames) -> None:
-        """Bring `short.needed` frames into the pool. Raises `short` if that cannot succeed."""
-        missing = short.needed - self.gpu.free
-        if missing > self.gpu.reclaimable + self.gpu.coming:
+        """Bring into the pool what the call needs besides its own parked frames.
+
+        Raises `short` if that cannot succeed.
+        """
+        gpu = self.gpu
+        if short.needed > gpu.free + gpu.reclaimable + gpu.coming:
             raise short
-        if missing > 0:
+        fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
+        if fresh > gpu.free:
             self.flight.quiesce()
-            self.spill(short.needed - self.gpu.free)
-        pooled = self.gpu.counts[POOLED.code]
-        self.create(min(short.needed - pooled, self.gpu.counts[ABSENT.code]))
+            self.spill(fresh - gpu.free, short.uses)
+        self.create(min(fresh - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
 
     def addresses(self, short: OutOfFrames) -> None:
         """Turn every parked range into free addresses. Raises `short` if there is none."""
         if not self.arena.parked and not self.gpu.coming:
             raise short
         self.flight.quiesce()
-        self.spill(sum(range_.mapped for range_ in self.arena.oldest_parked()), tails=False)
+        self.spill(self.gpu.budget_frames, tails=False)
 
     def create(self, count: int) -> None:
         """Allocate frames into the pool."""
@@ -73,9 +77,14 @@ class Ladder:
         self.actor.run(plan)
         plan.settle()
 
-    def spill(self, wanted: int, tails: bool = True) -> None:
-        """Unmap up to that many parked frames into the pool. Only right after a quiesce."""
-        victims = self._victims(wanted, tails)
+    def spill(
+        self, wanted: int, uses: Mapping[Range, int] | None = None, tails: bool = True
+    ) -> None:
+        """Unmap up to that many parked frames into the pool. Only right after a quiesce.
+
+        Spares the frames that `uses` says are used, up to which one in each range.
+        """
+        victims = self._victims(wanted, uses or {}, tails)
         if not victims:
             return
         condemn = self.flight.plan()
@@ -104,13 +113,15 @@ class Ladder:
         for range_, low, _ in victims:
             self._shortened(range_, low)
 
-    def _victims(self, wanted: int, tails: bool) -> list[tuple[Range, int, int]]:
+    def _victims(
+        self, wanted: int, uses: Mapping[Range, int], tails: bool
+    ) -> list[tuple[Range, int, int]]:
         """(range, first, end) of the frames to take: tails first, then the longest parked."""
         running = [r for r in self.arena.ranges.values() if r.state == RESERVED.code]
         victims = []
         for range_ in (running if tails else []) + self.arena.oldest_parked():
-            take = min(wanted, range_.tail)
-            if take:
+            take = min(wanted, range_.tail, range_.mapped - uses.get(range_, 0))
+            if take > 0:
                 victims.append((range_, range_.mapped - take, range_.mapped))
                 wanted -= take
         return victims

@@ -11,36 +11,36 @@ from typing import Any
 
 from kvstate.arena import Range
 from kvstate.config import Geometry
-from kvstate.plan import Cells
+from kvstate.plan import Cells, Frames, Plan
 from kvstate.sequence import Sequence
 from kvstate.spec.page import VACANT
-from kvstate.tiers import GpuTier
 
 Operands = dict[str, Iterable[Any]]
 
 
 def growth(
-    gpu: GpuTier, geometry: Geometry, seq: Sequence, range_: Range, frames: int, opened: int,
-    taken: int, ahead_frames: int,
-) -> tuple[Operands, int]:  # fmt: skip
+    plan: Plan, pool: Frames, geometry: Geometry, seq: Sequence, range_: Range, frames: int,
+    opened: int, ahead_frames: int,
+) -> Operands:  # fmt: skip
     """What makes `frames` of the range charged: first what is mapped already, then pooled frames.
 
-    `opened` pages are in use already and `taken` pooled frames are spoken for. A margin of
-    `ahead_frames` is mapped as far as the pool can spare it. Also returns how many it takes.
+    `opened` pages are in use already. A margin of `ahead_frames` is mapped as far as the pool has
+    frames that nobody in the plan needs.
     """
-    mapped, pool = range_.mapped, gpu.pool
+    mapped = range_.mapped
     fresh = max(0, frames - mapped)
-    end = len(pool.ids) - taken
     margin = min(frames + ahead_frames, range_.extent_frames) - mapped - fresh
-    ahead = max(0, min(margin, end - fresh))
+    ahead = max(0, min(margin, plan.spare))
+    end = len(pool.ids) - plan.taken
+    plan.taken += fresh + ahead
+    plan.spare -= ahead
     capacity = min(seq.max_tokens, geometry.tokens(frames))
-    operands: Operands = {
+    return {
         "in_place": ((range_.frames, range_.charged, min(frames, mapped)),),
         "fresh": ((pool, end - fresh, end, range_.frames),),
         "ahead": ((pool, end - fresh - ahead, end - fresh, range_.frames),),
         "opened": ((seq.pages, opened, geometry.blocks(capacity)),),
     }
-    return operands, fresh + ahead
 
 
 def freeing(seq: Sequence, geometry: Geometry, blocks: int) -> Operands:

@@ -1,0 +1,1 @@
+"""Campaigns: drawing calls, playing them on a manager and a device, checking, and shrinking."""

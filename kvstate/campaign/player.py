@@ -1,0 +1,413 @@
+"""The player: carries calls out on a real manager and device, and checks what comes of them.
+
+It is the one interpreter of traces: fuzzing, shrinking, replaying and the generated tests all play
+calls here. After every call the laws hold (the manager runs with `debug=True`), lengths and phases
+are what the naive model says, and the bytes of every sequence that is at rest are read back and
+compared. A step reads all of its sequences' history on their streams before it writes, so a copy
+that is ordered wrongly shows as wrong bytes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import msgspec
+import numpy as np
+from attrs import define, field
+
+from kvstate import trace
+from kvstate.campaign.model import Story
+from kvstate.device import SEGMENT, ByteDevice, Check, Stream
+from kvstate.errors import (
+    CapacityError,
+    DeviceError,
+    DeviceFault,
+    IllegalTransition,
+    KvStateError,
+    LawViolation,
+)
+from kvstate.manager import Manager
+from kvstate.observe import check_end
+from kvstate.pattern import SCRUB_BYTE
+from kvstate.plan import Coverage
+from kvstate.sequence import Sequence, Step
+from kvstate.spec.host import FREE
+from kvstate.spec.range import PARKED
+
+STREAMS = 3
+"""Streams of the player: the default one, and two more."""
+
+
+class Broken(AssertionError):
+    """Something that must hold does not. `kind` says what; equal kinds are the same failure."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        self.kind, self.detail = kind, detail
+        super().__init__(f"{kind}: {detail}")
+
+
+class Skip(Exception):
+    """The call names a sequence or step that was never made: a program was cut before it."""
+
+
+@define(eq=False)
+class Played:
+    """A sequence that the player knows: the handle, and its story."""
+
+    seq: Sequence
+    story: Story
+    stream: Stream = None
+
+
+@define(eq=False)
+class Launch:
+    """A step in flight: for each sequence its tokens, and the check of its history."""
+
+    step: Step
+    streams: list[Stream] = field(factory=list)
+    parts: list[Part] = field(factory=list)
+    number: int = 0
+    checks: list[tuple[Check, list[Part]]] = field(factory=list)
+
+
+@define(eq=False)
+class Part:
+    """One sequence of a step."""
+
+    played: Played
+    life: int
+    start: int
+    count: int
+    void: bool = False
+
+    @property
+    def lives(self) -> bool:
+        """The step still means something for it."""
+        return not self.void and self.life == self.played.story.life
+
+
+class Player:
+    """Plays calls on one manager. `strict` also compares errors with those that the calls name."""
+
+    def __init__(self, header: trace.Header, device: ByteDevice, *, strict: bool = True) -> None:
+        self.config, self.device, self.strict = header.config, device, strict
+        self.kv = Manager(header.config, device, debug=True)
+        self.coverage = self.kv.flight.coverage = Coverage()
+        device.set_rows(self.kv.geometry.row_bytes)
+        self.streams = [None, *(device.stream() for _ in range(STREAMS - 1))]
+        self._audit_stream = device.stream()
+        self.seqs: dict[int, Played] = {}
+        self.steps: dict[int, Launch] = {}
+        self.bytes_verified = 0
+        self.refused: dict[str, int] = {}
+        self._names = 0
+        self._lost = False
+        """Bytes were lost during the call, so that a legal call may have become illegal."""
+
+    # Playing.
+
+    def play(self, calls: Iterable[trace.AnyCall]) -> None:
+        """Play a program to its end. Raises Broken."""
+        for call in calls:
+            self.apply(call)
+        self.finish()
+
+    def apply(self, call: trace.AnyCall) -> trace.AnyCall:
+        """Play one call; the call with what came of it. Raises Broken."""
+        self._lost = False
+        if call.seed is not None:
+            self.device.schedule(call.seed)
+        for kind, nth in call.fail.items():
+            self.device.fail_next(kind, nth)
+        error: KvStateError | None = None
+        try:
+            getattr(self, f"_{type(call).__name__.lower()}")(call)
+        except Skip:
+            return call
+        except LawViolation as broken:
+            law = broken.violations[0].partition(":")[0]
+            raise Broken(law, "; ".join(broken.violations)) from broken
+        except KvStateError as raised:
+            error = raised
+        finally:
+            self.device.cancel_failures()
+        self._learn()
+        self._judge(call, error)
+        self._after(call)
+        return msgspec.structs.replace(call, error=type(error).__name__ if error else None)
+
+    def finish(self) -> None:
+        """Settle and close everything, end the manager, and look for what is left. Raises
+        Broken."""
+        if self.kv.actor.fault is None:
+            for name in list(self.steps):
+                self.apply(trace.Settle(step=name))
+            for name in list(self.seqs):
+                self.apply(trace.Close(seq=name))
+        self.kv.close()
+        self._check_faults()
+        try:
+            check_end(self.kv)
+        except LawViolation as broken:
+            raise Broken("law 24 (clean end)", str(broken)) from broken
+
+    def abandon(self) -> None:
+        """Give everything back without any check: something is broken already."""
+        self.kv.closed = True
+        self.device.close()
+
+    def next_name(self) -> int:
+        """A name that no sequence or step of the program has."""
+        self._names += 1
+        return self._names
+
+    # One method a call: the manager first, then what the model learns from it.
+
+    def _create(self, call: trace.Create) -> None:
+        salt = bytes.fromhex(call.salt)
+        seq = self.kv.create(call.max_tokens, salt=salt, commit=call.commit)
+        story = Story(seq.uid, call.max_tokens, salt, call.commit)
+        self.seqs[call.seq] = Played(seq, story)
+
+    def _dummy(self, call: trace.Dummy) -> None:
+        stream = self.streams[call.stream % STREAMS]
+        seq = self.kv.dummy(call.tokens, stream)
+        self._learn()
+        story = Story(seq.uid, call.tokens, b"", committing=False, undefined=True, phase="ACTIVE")
+        story.write(call.tokens)
+        story.settled = call.tokens
+        self.seqs[call.seq] = Played(seq, story, stream)
+
+    def _resume(self, call: trace.Resume) -> None:
+        played = self._seq(call.seq)
+        stream = self.streams[call.stream % STREAMS]
+        self.kv.resume(played.seq, stream)
+        self._learn()
+        played.story.phase, played.stream = "ACTIVE", stream
+
+    def _resize(self, call: trace.Resize) -> None:
+        self.kv.resize(self._seq(call.seq).seq, call.tokens)
+
+    def _rewind(self, call: trace.Rewind) -> None:
+        played = self._seq(call.seq)
+        self.kv.rewind(played.seq, call.tokens)
+        played.story.take_back(call.tokens)
+
+    def _step(self, call: trace.Step) -> None:
+        members = [self._seq(name) for name in call.seqs]
+        if len(set(members)) != len(members):
+            raise Skip
+        batch = self.kv.batch(played.seq for played in members)
+        step = self.kv.step(batch, call.tokens)
+        self._learn()
+        launch = Launch(step, number=step.number)
+        for played, start, count in zip(members, step.start_tokens, call.tokens, strict=True):
+            self._same(f"{played.seq} steps from", int(start), played.story.scheduled)
+            launch.parts.append(Part(played, played.story.life, int(start), count))
+        self.steps[call.step] = launch
+        for stream in self.streams:
+            parts = [part for part in launch.parts if part.played.stream is stream]
+            if parts:
+                self._launch(launch, stream, parts)
+
+    def _launch(self, launch: Launch, stream: Stream, parts: list[Part]) -> None:
+        """Read the history of the sequences on their stream, then write their new tokens."""
+        launch.streams.append(stream)
+        row = self.kv.geometry.row_bytes
+        reads: list[tuple[int, ...]] = []
+        writes: list[tuple[int, ...]] = []
+        owners: list[Part] = []
+        for part in parts:
+            story, seq = part.played.story, part.played.seq
+            assert seq.base is not None
+            if not story.undefined:
+                history = story.segments([(seq.base, part.start)], part.start, row)
+                reads += history
+                owners += [part] * len(history)
+            key = story.write(part.count)
+            if part.count:
+                writes.append((seq.base + part.start * row, part.start, part.count, key))
+        if reads:
+            check = self.device.verify(stream, np.array(reads, SEGMENT))
+            launch.checks.append((check, owners))
+        self.device.write(stream, np.array(writes, SEGMENT))
+
+    def _settle(self, call: trace.Settle) -> None:
+        launch = self.steps.get(call.step)
+        if launch is None:
+            raise Skip
+        for stream in launch.streams:
+            self.device.synchronize(stream)
+        void = self.kv.settle(launch.step, call.accepted)
+        self._learn()
+        del self.steps[call.step]
+        expected = {part.played.seq.uid for part in launch.parts if not part.lives}
+        self._same("void for", {seq.uid for seq in void}, expected)
+        for check, owners in launch.checks:
+            self._read_check(check, [(part.played, part.lives) for part in owners])
+        taken = call.accepted or [part.count for part in launch.parts]
+        for part, accepted in zip(launch.parts, taken, strict=True):
+            if part.lives:
+                self._accept(launch, part, accepted)
+
+    def _accept(self, launch: Launch, part: Part, accepted: int) -> None:
+        story = part.played.story
+        story.settled += accepted
+        if accepted < part.count:
+            story.take_back(story.settled)
+            later = [other for other in self.steps.values() if other.number > launch.number]
+            for other in (other for step in later for other in step.parts):
+                other.void |= other.played is part.played
+
+    def _commit(self, call: trace.Commit) -> None:
+        played = self._seq(call.seq)
+        self.kv.commit(played.seq, call.tokens)
+        played.story.known += len(call.tokens)
+
+    def _stop(self, call: trace.Stop) -> None:
+        played = self._seq(call.seq)
+        self.kv.stop_committing(played.seq)
+        played.story.committing = False
+
+    def _suspend(self, call: trace.Suspend) -> None:
+        played = self._seq(call.seq)
+        self.kv.suspend(played.seq, self._event(played, call.after))
+        self._learn()
+        played.story.phase = "SUSPENDED"
+
+    def _drop(self, call: trace.Drop) -> None:
+        played = self._seq(call.seq)
+        self.kv.drop(played.seq, self._event(played, call.after))
+        played.story.lose("DROPPED")
+
+    def _close(self, call: trace.Close) -> None:
+        played = self._seq(call.seq)
+        self.kv.close_sequence(played.seq, self._event(played, call.after))
+        played.story.lose("CLOSED")
+        del self.seqs[call.seq]
+
+    def _poll(self, call: trace.Poll) -> None:
+        self.kv.poll()
+        self._learn()
+
+    def _trim(self, call: trace.Trim) -> None:
+        self.kv.trim(call.keep)
+        self._learn()
+
+    # What the model learns, and what it demands.
+
+    def _seq(self, name: int) -> Played:
+        if name not in self.seqs:
+            raise Skip
+        return self.seqs[name]
+
+    def _event(self, played: Played, wanted: bool) -> Any:
+        return self.device.record(played.stream) if wanted else None
+
+    def _learn(self) -> None:
+        """Copies that failed during the call: their sequences have lost bytes."""
+        stories = {played.seq.uid: played.story for played in self.seqs.values()}
+        ended = self.kv.flight.ended
+        while ended:
+            end = ended.popleft()
+            story = stories.get(end.uid)
+            if end.ok or story is None:
+                continue
+            self._lost = True
+            if end.outward:
+                story.lose("DROPPED")
+            else:
+                story.take_back(story.settled)
+                story.life += 1
+                story.phase = "SUSPENDED"
+
+    def _judge(self, call: trace.AnyCall, error: KvStateError | None) -> None:
+        """Whether the call may have raised this, or should have raised something."""
+        if isinstance(error, CapacityError):
+            place = str(getattr(error, "place", type(error).__name__))
+            self.refused[place] = self.refused.get(place, 0) + 1
+        if isinstance(error, DeviceFault | DeviceError) and not call.fail:
+            raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
+        wanted, found = call.error, type(error).__name__ if error else None
+        illegal = IllegalTransition.__name__
+        excused = self._lost or isinstance(error, DeviceError)
+        if self.strict and not excused and wanted != found and illegal in (wanted, found):
+            raise Broken("legality", f"{call} should raise {wanted} and raised {error!r}")
+
+    def _after(self, call: trace.AnyCall) -> None:
+        """Everything that must hold after any call."""
+        self._check_faults()
+        if self.kv.actor.fault is not None:
+            return
+        for played in self.seqs.values():
+            self._check_story(played)
+            self._check_rest(played)
+        if self.config.scrub:
+            self._check_scrubbed()
+
+    def _check_faults(self) -> None:
+        if self.device.faults:
+            raise Broken("fault", "; ".join(self.device.faults))
+
+    def _check_story(self, played: Played) -> None:
+        """The manager says of a sequence what its caller believes."""
+        seq, story = played.seq, played.story
+        self._same(f"{seq}: state", seq.state_name, story.phase)
+        found = (seq.length_tokens, seq.scheduled_tokens, seq.committed_tokens)
+        wanted = (story.settled, story.scheduled, story.known)
+        self._same(f"{seq}: settled, scheduled, known", found, wanted)
+
+    def _check_rest(self, played: Played) -> None:
+        """Read a sequence back if nothing in flight writes it, on the GPU or on the host."""
+        seq, story, row = played.seq, played.story, self.kv.geometry.row_bytes
+        if seq.transfer is not None or story.undefined or not story.settled:
+            return
+        if story.phase == "ACTIVE" and not seq.steps:
+            assert seq.base is not None
+            places = [(seq.base, story.settled)]
+        elif story.phase == "SUSPENDED":
+            host, block = self.kv.host, self.config.tokens_per_block
+            places = [
+                (host.address + low * host.block_bytes, (high - low) * block)
+                for _, low, high in seq.slots
+            ]
+        else:
+            return
+        segments = np.array(story.segments(places, story.settled, row), SEGMENT)
+        check = self.device.verify(self._audit_stream, segments)
+        self.device.synchronize(self._audit_stream)
+        self._read_check(check, [(played, True)] * len(segments))
+
+    def _read_check(self, check: Check, owners: list[tuple[Played, bool]]) -> None:
+        if not check.done:
+            raise Broken("order", "a check that was synchronised with has not run")
+        self.bytes_verified += check.size_bytes
+        for wrong, first, (played, counts) in zip(check.wrong, check.first, owners, strict=False):
+            if wrong and counts:
+                raise Broken("bytes", f"{played.seq}: {wrong} tokens are wrong from {first} on")
+
+    def _check_scrubbed(self) -> None:
+        """Parked memory and used host slots that are free hold nothing that anybody wrote."""
+        frame, host = self.kv.geometry.frame_bytes, self.kv.host
+        places = [
+            (range_.base, range_.mapped * frame)
+            for range_ in self.kv.arena.ranges.values()
+            if range_.state == PARKED.code
+        ]
+        places += [
+            (host.address + slot * host.block_bytes, host.block_bytes)
+            for slot, code in enumerate(host.cells.states)
+            if code == FREE.code
+        ]
+        for address, size in places:
+            left = self.device.peek(address, size).strip(_SCRUBBED)
+            if left:
+                raise Broken("scrub", f"{len(left)} bytes at {address:#x} were left readable")
+
+    def _same(self, what: str, found: object, wanted: object) -> None:
+        if found != wanted:
+            raise Broken("model", f"{what} is {found}, but should be {wanted}")
+
+
+_SCRUBBED = bytes([0, SCRUB_BYTE])

@@ -1,0 +1,216 @@
+"""The rules: how to draw the next call.
+
+One rule for each event of the sequence table that a caller can fire, and one for each call that no
+sequence owns. A rule asks the table which sequences have a row for its event and draws among them;
+now and then it draws among the others, and then the call must be refused and change nothing.
+Drawing arguments freely makes nearly every call illegal and finds nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from random import Random
+from typing import Final
+
+from attrs import evolve
+from msgspec.structs import replace
+
+from kvstate import trace
+from kvstate.campaign.player import STREAMS, Launch, Played, Player
+from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
+from kvstate.errors import IllegalTransition
+from kvstate.sequence import Sequence
+from kvstate.spec.compiled import MACHINES
+from kvstate.spec.sequence import SEQUENCE
+
+ILLEGAL: Final = IllegalTransition.__name__
+WAITS: Final = ("resume", "suspend")
+"""Events whose call waits for a copy that is in the way, so that only the state decides."""
+FAILURES: Final = ("create", "map", "unmap", "release", "copy", "complete", "record", "quiesce")
+
+Rule = Callable[[Player, Random], trace.AnyCall | None]
+
+
+def draw_config(random: Random) -> Config:
+    """A small configuration: few frames and slots, blocks smaller and larger than a frame."""
+    block = random.choice((1, 2, 3, 4, 8, 16))
+    layer = LayerSpec(
+        kv_heads=random.choice((1, 2, 3)),
+        head_dim=random.choice((8, 24, 64, 128)),
+        dtype=random.choice(("float16", "float32")),
+    )
+    frames, rows = random.randint(3, 16), random.randint(2, 5)
+    gpu = GpuTier(frames * 4096, 4096, map_ahead_frames=random.choice((0, 0, 1, 3)))
+    config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
+    sizes = Geometry(config)
+    longest = max(1, random.randint(1, frames) * 4096 // sizes.row_bytes + random.randint(-1, 1))
+    slots = random.randint(0, sizes.blocks(longest) * rows)
+    if random.random() < 0.3:
+        extent = (sizes.extent(longest) + sizes.guard_frames) * sizes.frame_bytes
+        gpu = evolve(gpu, arena_bytes=extent * random.randint(1, rows))
+    return evolve(
+        config,
+        gpu=gpu,
+        host=HostTier(slots * sizes.block_bytes) if slots else None,
+        max_tokens=longest,
+        max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
+        adopt=random.random() < 0.85,
+        scrub=random.random() < 0.6,
+    )
+
+
+def draw(player: Player, random: Random) -> trace.AnyCall:
+    """The next call: of a rule that has something to draw, at times with a failure to come."""
+    while True:
+        rule = random.choices(_RULES, _WEIGHTS)[0]
+        call = rule(player, random)
+        if call is not None:
+            return replace(call, seed=random.getrandbits(32), fail=_failures(random))
+
+
+def is_legal(seq: Sequence, event: str) -> bool:
+    """Whether the table has an enabled row for the event, after the wait that the call makes."""
+    if event in WAITS:
+        return bool(SEQUENCE.on(event, SEQUENCE.states[seq.state]))
+    return MACHINES.object(f"sequence.{event}").decide(seq) is not None
+
+
+def _failures(random: Random) -> dict[str, int]:
+    """Mostly none; else one kind of call, at times two, so that an undo fails too."""
+    chance = random.random()
+    if chance > 0.12:
+        return {}
+    kinds = random.sample(FAILURES, 2 if chance < 0.02 else 1)
+    return {kind: random.choice((1, 1, 1, 2)) for kind in kinds}
+
+
+def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCall]) -> Rule:
+    """The rule of an event that one sequence gets: nine times in ten where it is legal."""
+
+    def rule(player: Player, random: Random) -> trace.AnyCall | None:
+        legal = random.random() < 0.9
+        pool = [
+            name for name, played in player.seqs.items() if is_legal(played.seq, event) == legal
+        ]
+        if not pool:
+            return None
+        name = random.choice(pool)
+        call = make(player.seqs[name], random, name)
+        return call if legal else replace(call, error=ILLEGAL)
+
+    return rule
+
+
+def _create(player: Player, random: Random) -> trace.AnyCall:
+    tokens = random.randint(1, player.config.max_tokens)
+    salt = random.choice(("", "", "aa", "bb"))
+    return trace.Create(
+        seq=player.next_name(), max_tokens=tokens, salt=salt, commit=random.random() < 0.8
+    )
+
+
+def _dummy(player: Player, random: Random) -> trace.AnyCall:
+    tokens, stream = random.randint(1, player.config.max_tokens), random.randrange(STREAMS)
+    return trace.Dummy(seq=player.next_name(), tokens=tokens, stream=stream)
+
+
+def _resize(played: Played, random: Random, name: int) -> trace.AnyCall:
+    seq = played.seq
+    tokens = _within(random, seq.written_tokens, seq.max_tokens)
+    legal = seq.written_tokens <= tokens <= seq.max_tokens
+    return trace.Resize(seq=name, tokens=tokens, error=None if legal else ILLEGAL)
+
+
+def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
+    tokens = _within(random, 0, played.story.settled)
+    legal = 0 <= tokens <= played.story.settled
+    return trace.Rewind(seq=name, tokens=tokens, error=None if legal else ILLEGAL)
+
+
+def _commit(played: Played, random: Random, name: int) -> trace.AnyCall:
+    most = played.story.settled - played.story.known
+    count = max(0, _within(random, 0, most))
+    ids = [random.randrange(1000) for _ in range(count)]
+    return trace.Commit(seq=name, tokens=ids, error=None if count <= most else ILLEGAL)
+
+
+def _within(random: Random, low: int, high: int) -> int:
+    """Mostly a number from `low` to `high`, often one of the two; at times just outside."""
+    chance = random.random()
+    if chance < 0.04:
+        return random.choice((low - 1, high + 1))
+    return random.choice((low, high)) if chance < 0.3 else random.randint(low, high)
+
+
+def _step(player: Player, random: Random) -> trace.AnyCall | None:
+    ready = [name for name, played in player.seqs.items() if is_legal(played.seq, "step")]
+    others = [name for name in player.seqs if name not in ready]
+    if others and random.random() < 0.05:
+        names = [*ready, random.choice(others)]
+        return trace.Step(
+            step=player.next_name(), seqs=names, tokens=[0] * len(names), error=ILLEGAL
+        )
+    if not ready:
+        return None
+    names = random.sample(ready, random.randint(1, len(ready)))
+    rooms = [player.seqs[name].seq for name in names]
+    most = [seq.max_tokens - seq.scheduled_tokens for seq in rooms]
+    burst = random.choice((1, 2, 8, player.config.max_tokens))
+    tokens = [min(random.randint(0, burst), room) for room in most]
+    error = None
+    if random.random() < 0.03:
+        tokens[0], error = most[0] + 1, ILLEGAL
+    return trace.Step(step=player.next_name(), seqs=names, tokens=tokens, error=error)
+
+
+def _settle(player: Player, random: Random) -> trace.AnyCall | None:
+    if not player.steps:
+        return None
+    names = list(player.steps)
+    name = names[0] if random.random() < 0.9 else random.choice(names)
+    launch = player.steps[name]
+    accepted = None
+    if random.random() < 0.3:
+        accepted = [random.randint(0, part.count) for part in launch.parts]
+    error = None if _in_order(launch) else ILLEGAL
+    if random.random() < 0.03:
+        accepted, error = [launch.parts[0].count + 1] * len(launch.parts), ILLEGAL
+    return trace.Settle(step=name, accepted=accepted, error=error)
+
+
+def _in_order(launch: Launch) -> bool:
+    """Every earlier step of its sequences is settled."""
+    live = [part for part in launch.parts if part.lives and part.count]
+    return all(part.start == part.played.story.settled for part in live)
+
+
+def _poll(player: Player, random: Random) -> trace.AnyCall:
+    return trace.Poll()
+
+
+def _trim(player: Player, random: Random) -> trace.AnyCall:
+    return trace.Trim(keep=random.choice((0, 0, 1, 4)))
+
+
+_OF_SEQUENCES: Final = {
+    "resume": (6, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
+    "grow": (5, _resize),
+    "rewind": (2, _rewind),
+    "commit": (6, _commit),
+    "stop_committing": (0.5, lambda _, random, name: trace.Stop(seq=name)),
+    "suspend": (5, lambda _, random, name: trace.Suspend(seq=name, after=random.random() < 0.3)),
+    "drop": (1.5, lambda _, random, name: trace.Drop(seq=name, after=random.random() < 0.3)),
+    "close": (2, lambda _, random, name: trace.Close(seq=name, after=random.random() < 0.3)),
+}  # fmt: skip
+"""(weight, how to draw the arguments) for every event that one sequence gets."""
+
+_OTHERS: Final[tuple[tuple[float, Rule], ...]] = (
+    (4, _create), (0.3, _dummy), (10, _step), (10, _settle), (4, _poll), (0.7, _trim),
+)  # fmt: skip
+
+_DRAWN: Final[list[tuple[float, Rule]]] = [
+    *((weight, _for_sequence(event, make)) for event, (weight, make) in _OF_SEQUENCES.items()),
+    *_OTHERS,
+]
+_RULES: Final = [rule for _, rule in _DRAWN]
+_WEIGHTS: Final = [weight for weight, _ in _DRAWN]

@@ -1,0 +1,191 @@
+"""Observation: laws after every call, and a record of every call.
+
+Both are put around a manager's public methods when they are asked for, so that a manager without
+them pays nothing. Calls that a public method makes to other public methods are part of it and are
+not observed apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import wraps
+from inspect import signature
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from kvstate import trace
+from kvstate.errors import CapacityError, KvStateError, LawViolation
+from kvstate.manager import Manager
+from kvstate.sequence import Sequence, Step
+from kvstate.spec.facts import View
+from kvstate.spec.laws import laws
+from kvstate.view import view
+
+PUBLIC: Final = (
+    "create", "dummy", "resume", "resize", "rewind", "step", "settle", "commit", "stop_committing",
+    "suspend", "drop", "close_sequence", "poll", "trim",
+)  # fmt: skip
+"""The methods of a manager that change something and that an engine calls."""
+
+
+def check_laws(kv: Manager) -> View:
+    """Raise LawViolation if an always law does not hold now; what was seen. O(everything)."""
+    seen = view(kv)
+    _raise(_violations("always", seen))
+    return seen
+
+
+def check_end(kv: Manager) -> None:
+    """Raise LawViolation if a closed manager's device still holds something."""
+    _raise(_violations("end", kv.device.ledger()))
+
+
+class LawKeeper:
+    """Checks the laws around every public call of one manager (`debug=True`)."""
+
+    def __init__(self, kv: Manager) -> None:
+        self.kv = kv
+        self.seen = check_laws(kv)
+        self._call = kv.flight.call
+
+    def after(self, error: BaseException | None) -> None:
+        """The call has returned or raised: every law that speaks of that must hold."""
+        before, kv = self.seen, self.kv
+        call, self._call = self._call, kv.flight.call
+        if kv.actor.fault is not None:
+            return
+        self.seen = check_laws(kv)
+        if isinstance(error, KvStateError):
+            touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
+            _raise(_violations("change", before, self.seen, touched))
+        if isinstance(error, CapacityError):
+            _raise(_violations("refusal", self.seen, error))
+
+
+class Recorder:
+    """Writes every public call of one manager to a sink, one JSON line each."""
+
+    def __init__(self, kv: Manager, sink: Callable[[bytes], object]) -> None:
+        self.sink = sink
+        self._streams: list[Any] = [None]
+        self._makers: dict[str, Callable[[dict[str, Any], Any], trace.Call]] = {
+            "create": self._create,
+            "dummy": self._dummy,
+            "step": self._step,
+            "settle": self._settle,
+            "commit": self._commit,
+            "poll": lambda args, ended: trace.Poll(ended=[tuple(one) for one in ended or ()]),
+            "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
+            "resume": lambda args, _: trace.Resume(
+                seq=args["seq"].uid, stream=self._stream(args["stream"])
+            ),
+            "resize": lambda args, _: trace.Resize(
+                seq=args["seq"].uid, tokens=args["capacity_tokens"]
+            ),
+            "rewind": lambda args, _: trace.Rewind(
+                seq=args["seq"].uid, tokens=args["length_tokens"]
+            ),
+            "stop_committing": lambda args, _: trace.Stop(seq=args["seq"].uid),
+            "suspend": lambda args, _: trace.Suspend(**_leaving(args)),
+            "drop": lambda args, _: trace.Drop(**_leaving(args)),
+            "close_sequence": lambda args, _: trace.Close(**_leaving(args)),
+        }
+        header = trace.Header(kvstate_trace=trace.VERSION, config=kv.config, device=kv.device.name)
+        sink(trace.encode(header) + b"\n")
+
+    def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:
+        """Write down one call and what it raised. A call that made nothing names 0."""
+        call = self._makers[name](args, result)
+        if error is not None:
+            call = msgspec.structs.replace(call, error=type(error).__name__)
+        self.sink(trace.encode(call) + b"\n")
+
+    def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
+        tokens = seq.max_tokens if seq else args["max_tokens"] or 0
+        salt, commit = args["salt"].hex(), args["commit"]
+        return trace.Create(seq=seq.uid if seq else 0, max_tokens=tokens, salt=salt, commit=commit)
+
+    def _dummy(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
+        stream = self._stream(args["stream"])
+        return trace.Dummy(seq=seq.uid if seq else 0, tokens=args["length_tokens"], stream=stream)
+
+    def _step(self, args: dict[str, Any], step: Step | None) -> trace.Call:
+        seqs = [seq.uid for seq in args["batch"]]
+        tokens = np.asarray(args["tokens"], np.int64)
+        each = np.broadcast_to(tokens, len(seqs)) if tokens.ndim == 0 else tokens.ravel()
+        number = step.number if step else 0
+        return trace.Step(step=number, seqs=seqs, tokens=each.tolist())
+
+    def _settle(self, args: dict[str, Any], _: object) -> trace.Call:
+        taken = args["accepted"]
+        accepted = None if taken is None else np.atleast_1d(taken).tolist()
+        return trace.Settle(step=args["step"].number, accepted=accepted)
+
+    def _commit(self, args: dict[str, Any], _: object) -> trace.Call:
+        tokens = np.atleast_1d(np.asarray(args["tokens"], np.int32)).ravel()
+        return trace.Commit(seq=args["seq"].uid, tokens=tokens.tolist())
+
+    def _stream(self, stream: Any) -> int:
+        """The number of a stream: 0 is the default one, others count up as they are first seen."""
+        for number, known in enumerate(self._streams):
+            if known is stream:
+                return number
+        self._streams.append(stream)
+        return len(self._streams) - 1
+
+
+def _leaving(args: dict[str, Any]) -> dict[str, Any]:
+    return {"seq": args["seq"].uid, "after": args["after"] is not None}
+
+
+def observe(
+    kv: Manager, *, debug: bool = False, record: Callable[[bytes], object] | None = None
+) -> None:
+    """Put law checks and a recorder around the public methods of a manager."""
+    keeper = LawKeeper(kv) if debug else None
+    recorder = Recorder(kv, record) if record else None
+    depth = [0]
+    for name in PUBLIC:
+        setattr(kv, name, _observed(getattr(kv, name), name, keeper, recorder, depth))
+
+
+def _observed(
+    method: Callable[..., Any], name: str, keeper: LawKeeper | None, recorder: Recorder | None,
+    depth: list[int],
+) -> Callable[..., Any]:  # fmt: skip
+    names = signature(method)
+
+    @wraps(method)
+    def call(*args: Any, **named: Any) -> Any:
+        if depth[0]:
+            return method(*args, **named)
+        depth[0] += 1
+        result, error = None, None
+        try:
+            result = method(*args, **named)
+        except KvStateError as raised:
+            error = raised
+        finally:
+            depth[0] -= 1
+        if recorder is not None:
+            bound = names.bind(*args, **named)
+            bound.apply_defaults()
+            recorder.after(name, bound.arguments, result, error)
+        if keeper is not None:
+            keeper.after(error)
+        if error is not None:
+            raise error
+        return result
+
+    return call
+
+
+def _violations(kind: str, *facts: Any) -> list[str]:
+    return [line for law in laws(kind) for line in law.violations(*facts)]
+
+
+def _raise(violations: list[str]) -> None:
+    if violations:
+        raise LawViolation(violations)

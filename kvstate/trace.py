@@ -1,0 +1,228 @@
+"""Traces: every public call as one JSON line, written by a manager and read from outside.
+
+A trace is input that nobody has checked: it is decoded into typed records, field by field, and
+refused with the number of the line if anything is missing, unknown or of the wrong type. Nothing
+in it is ever evaluated.
+
+The first line is the header: format version, configuration, device. Sequences and steps are named
+by numbers. What a failed call raised is recorded with it. A fuzz program is a trace whose calls
+also say which seed schedules the simulated device and which device call is told to fail, so that
+one line is one reproducible thing.
+"""
+
+from __future__ import annotations
+
+import gzip
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Annotated, Any, BinaryIO, ClassVar, Final, cast
+
+import msgspec
+from msgspec import Meta, Struct
+
+from kvstate.config import Config
+from kvstate.errors import ConfigError, TraceError
+
+VERSION: Final = 1
+
+Count = Annotated[int, Meta(ge=0)]
+Name = Annotated[int, Meta(ge=0)]
+
+
+class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The first line of a trace."""
+
+    kvstate_trace: int
+    """The version of the format."""
+    config: Config
+    device: str = "host"
+    streams: str = "eager"
+
+
+class Call(
+    Struct, frozen=True, kw_only=True, tag_field="call", tag=str.lower,
+    forbid_unknown_fields=True, omit_defaults=True,
+):  # fmt: skip
+    """One public call. `error` is the name of what it raised."""
+
+    error: str | None = None
+    seed: Count | None = None
+    """Schedules the simulated device from this call on."""
+    fail: dict[str, Annotated[int, Meta(ge=1)]] = {}
+    """Which kinds of device calls are told to fail during this call, and which one of each."""
+
+    event: ClassVar[str] = ""
+    """The event of the sequence table that it fires."""
+
+
+class Create(Call, frozen=True, kw_only=True):
+    """`Manager.create`; the new sequence gets this name."""
+
+    seq: Name
+    max_tokens: int
+    salt: str = ""
+    commit: bool = True
+
+
+class Dummy(Call, frozen=True, kw_only=True):
+    """`Manager.dummy`; the new sequence gets this name."""
+
+    seq: Name
+    tokens: int
+    stream: Name = 0
+
+
+class Resume(Call, frozen=True, kw_only=True):
+    """`Manager.resume`."""
+
+    seq: Name
+    stream: Name = 0
+    event = "resume"
+
+
+class Resize(Call, frozen=True, kw_only=True):
+    """`Manager.resize`."""
+
+    seq: Name
+    tokens: int
+    event = "grow"
+
+
+class Rewind(Call, frozen=True, kw_only=True):
+    """`Manager.rewind`."""
+
+    seq: Name
+    tokens: int
+    event = "rewind"
+
+
+class Step(Call, frozen=True, kw_only=True):
+    """`Manager.step`; the new step gets this name. One count of tokens for each sequence."""
+
+    step: Name
+    seqs: list[Name]
+    tokens: list[int]
+    event = "step"
+
+
+class Settle(Call, frozen=True, kw_only=True):
+    """`Manager.settle`; no `accepted` means all."""
+
+    step: Name
+    accepted: list[int] | None = None
+    event = "settle"
+
+
+class Commit(Call, frozen=True, kw_only=True):
+    """`Manager.commit`: the ids of the next tokens."""
+
+    seq: Name
+    tokens: list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
+    event = "commit"
+
+
+class Stop(Call, frozen=True, kw_only=True):
+    """`Manager.stop_committing`."""
+
+    seq: Name
+    event = "stop_committing"
+
+
+class Suspend(Call, frozen=True, kw_only=True):
+    """`Manager.suspend`; `after` says that an event was passed."""
+
+    seq: Name
+    after: bool = False
+    event = "suspend"
+
+
+class Drop(Call, frozen=True, kw_only=True):
+    """`Manager.drop`; `after` says that an event was passed."""
+
+    seq: Name
+    after: bool = False
+    event = "drop"
+
+
+class Close(Call, frozen=True, kw_only=True):
+    """`Manager.close_sequence`; `after` says that an event was passed."""
+
+    seq: Name
+    after: bool = False
+    event = "close"
+
+
+class Poll(Call, frozen=True, kw_only=True):
+    """`Manager.poll`: the copies that had ended, by number, and whether they succeeded."""
+
+    ended: list[tuple[int, bool]] = []
+
+
+class Trim(Call, frozen=True, kw_only=True):
+    """`Manager.trim`."""
+
+    keep: Count = 0
+
+
+AnyCall = (
+    Create | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | Stop | Suspend | Drop
+    | Close | Poll | Trim
+)  # fmt: skip
+"""One line of a trace after the header."""
+
+_encoder: Final = msgspec.json.Encoder()
+_header: Final = msgspec.json.Decoder(Header)
+_call: Final = msgspec.json.Decoder(AnyCall)
+
+
+def schema() -> dict[str, Any]:
+    """The JSON schema of the two kinds of lines."""
+    kinds, components = msgspec.json.schema_components((Header, AnyCall))
+    return {"header": kinds[0], "call": kinds[1], "components": components}
+
+
+def encode(record: Header | Call) -> bytes:
+    """One line, without its end."""
+    return _encoder.encode(record)
+
+
+def decode_call(line: bytes, number: int) -> AnyCall:
+    """One call. Raises TraceError, naming the line."""
+    try:
+        return _call.decode(line)
+    except msgspec.DecodeError as error:
+        raise TraceError(f"line {number}: {error}") from error
+
+
+def read(path: Path) -> tuple[Header, list[AnyCall]]:
+    """A whole trace, plain or gzipped. Raises TraceError, naming the line."""
+    with open_lines(path) as lines:
+        numbered = enumerate(lines, 1)
+        header = _read_header(numbered)
+        calls = [decode_call(line, number) for number, line in numbered if line.strip()]
+    return header, calls
+
+
+def write(path: Path, header: Header, calls: Iterable[Call]) -> None:
+    """A whole trace."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = [encode(header), *(encode(call) for call in calls)]
+    path.write_bytes(b"\n".join(lines) + b"\n")
+
+
+def open_lines(path: Path) -> BinaryIO:
+    """A text file of lines, plain or gzipped, as bytes."""
+    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+
+
+def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Header:
+    number, line = next(numbered, (1, b""))
+    try:
+        header = _header.decode(line)
+    except (msgspec.DecodeError, ConfigError) as error:
+        raise TraceError(f"line {number}: not the header of a kvstate trace: {error}") from error
+    if header.kvstate_trace != VERSION:
+        raise TraceError(
+            f"line {number}: format version {header.kvstate_trace}; this reads {VERSION}"
+        )
+    return header

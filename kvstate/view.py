@@ -1,0 +1,102 @@
+"""The view: what laws may look at, read off a manager and its device without changing them."""
+
+from __future__ import annotations
+
+from kvstate.manager import Manager
+from kvstate.plan import Run
+from kvstate.sequence import Sequence, Step
+from kvstate.spec.facts import RangeFact, SequenceFact, StepFact, TransferFact, View
+from kvstate.spec.transfer import STEP_LANDED
+
+
+def view(kv: Manager) -> View:
+    """Everything as it stands. Cost: O(everything); for checks."""
+    geometry = kv.geometry
+    return View(
+        row_bytes=geometry.row_bytes,
+        block_bytes=geometry.block_bytes,
+        frame_bytes=geometry.frame_bytes,
+        align_bytes=geometry.align_bytes,
+        tokens_per_block=geometry.tokens_per_block,
+        guard_frames=geometry.guard_frames,
+        budget_frames=kv.gpu.budget_frames,
+        arena_base=kv.arena.base,
+        arena_bytes=geometry.arena_bytes,
+        host_address=kv.host.address,
+        frame_counts=tuple(kv.gpu.counts),
+        pool_states=bytes(kv.gpu.pool.states),
+        pool_ids=tuple(kv.gpu.pool.ids),
+        host_counts=tuple(kv.host.counts),
+        host_states=bytes(kv.host.cells.states),
+        sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
+        ranges=tuple(_ranges(kv)),
+        transfers=tuple(_transfers(kv)),
+        steps=tuple(_step(step) for step in kv.flight.steps.values()),
+        free_rows=tuple(kv.columns.free),
+        ledger=kv.device.ledger(),
+    )
+
+
+def _sequence(seq: Sequence) -> SequenceFact:
+    return SequenceFact(
+        uid=seq.uid,
+        row=seq.row,
+        state=seq.state,
+        life=seq.life,
+        max_tokens=seq.max_tokens,
+        scheduled=seq.scheduled_tokens,
+        settled=seq.length_tokens,
+        known=seq.committed_tokens,
+        capacity=seq.capacity_tokens,
+        steps=seq.steps,
+        held_tokens=seq.held_tokens,
+        pages=bytes(seq.pages.states),
+        range=None if seq.range is None else seq.range.number,
+        slots=_slots(seq.slots),
+        transfer=None if seq.transfer is None else seq.transfer.token,
+        committing=seq.committing,
+    )
+
+
+def _ranges(kv: Manager) -> list[RangeFact]:
+    return [
+        RangeFact(
+            number=item.number,
+            state=item.state,
+            base=item.base,
+            extent_frames=item.extent_frames,
+            frame_states=bytes(item.frames.states),
+            frame_ids=tuple(item.frames.ids),
+            pages=bytes(item.pages.states),
+            holders=frozenset(item.holders),
+            owner=None if item.owner is None else item.owner.uid,
+        )
+        for item in kv.arena.ranges.values()
+    ]
+
+
+def _transfers(kv: Manager) -> list[TransferFact]:
+    return [
+        TransferFact(
+            token=item.token,
+            uid=item.seq.uid,
+            current=item.seq.transfer is item,
+            outward=item.outward,
+            inward=item.inward,
+            range=item.range.number,
+            slots=_slots(item.slots),
+        )
+        for item in kv.flight.transfers.values()
+    ]
+
+
+def _step(step: Step) -> StepFact:
+    places = zip(
+        step.rows.tolist(), step.start_tokens.tolist(), step.count_tokens.tolist(), strict=True
+    )
+    writes = tuple((row, start, start + count) for row, start, count in places)
+    return StepFact(step.number, step.state == STEP_LANDED.code, writes)
+
+
+def _slots(runs: list[Run]) -> tuple[int, ...]:
+    return tuple(slot for _, low, high in runs for slot in range(low, high))

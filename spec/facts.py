@@ -1,0 +1,135 @@
+"""Facts: what laws look at. Read off a manager and its device; pure data.
+
+Laws are written against these and not against the manager, so that anything that can state the
+same facts (another engine, a recorded trace, a model) can be held to the same laws.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from attrs import frozen
+
+
+@frozen
+class SequenceFact:
+    """A sequence, as it stands."""
+
+    uid: int
+    row: int
+    state: int
+    life: int
+    max_tokens: int
+    scheduled: int
+    settled: int
+    known: int
+    capacity: int
+    steps: int
+    held_tokens: int
+    pages: bytes
+    range: int | None
+    slots: tuple[int, ...]
+    transfer: int | None
+    committing: bool
+
+
+@frozen
+class RangeFact:
+    """A range, its frames in order, and the page records that it keeps itself."""
+
+    number: int
+    state: int
+    base: int
+    extent_frames: int
+    frame_states: bytes
+    frame_ids: tuple[int, ...]
+    pages: bytes
+    holders: frozenset[tuple[str, int]]
+    owner: int | None
+
+
+@frozen
+class TransferFact:
+    """A transfer in flight."""
+
+    token: int
+    uid: int
+    current: bool
+    outward: bool
+    inward: bool
+    range: int
+    slots: tuple[int, ...]
+
+
+@frozen
+class StepFact:
+    """A step that is not settled: (row, first token, end) of each sequence that it writes."""
+
+    number: int
+    landed: bool
+    writes: tuple[tuple[int, int, int], ...]
+
+
+@frozen
+class Work:
+    """A piece of issued work that has not run yet."""
+
+    name: str
+    stream: int
+    number: int
+    reads: tuple[tuple[int, int], ...] = ()
+    """(address, size in bytes) runs."""
+    writes: tuple[tuple[int, int], ...] = ()
+    waits: tuple[int, ...] = ()
+    """Numbers of the pending work that must run before it."""
+
+
+@frozen
+class Ledger:
+    """A device's own books, for laws that compare them with the manager's."""
+
+    reservations: Mapping[int, int]
+    """Size in bytes by address."""
+    frames: frozenset[int]
+    """Physical frames that exist."""
+    mappings: Mapping[int, int]
+    """Frame by address."""
+    host: Mapping[int, int]
+    """Host memory: size in bytes by address."""
+    copies: frozenset[int]
+    """Tokens of copies whose end was not reported yet."""
+    work: tuple[Work, ...] = ()
+    """Issued work that has not run, where the device can tell."""
+
+    @property
+    def empty(self) -> bool:
+        """Nothing at all is held."""
+        held = (self.reservations, self.frames, self.mappings, self.host, self.copies, self.work)
+        return not any(held)
+
+
+@frozen
+class View:
+    """Everything a law may look at: the manager's books, and the device's."""
+
+    row_bytes: int
+    block_bytes: int
+    frame_bytes: int
+    align_bytes: int
+    tokens_per_block: int
+    guard_frames: int
+    budget_frames: int
+    arena_base: int
+    arena_bytes: int
+    host_address: int
+    frame_counts: tuple[int, ...]
+    pool_states: bytes
+    pool_ids: tuple[int, ...]
+    host_counts: tuple[int, ...]
+    host_states: bytes
+    sequences: tuple[SequenceFact, ...]
+    ranges: tuple[RangeFact, ...]
+    transfers: tuple[TransferFact, ...]
+    steps: tuple[StepFact, ...]
+    free_rows: tuple[int, ...]
+    ledger: Ledger

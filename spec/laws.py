@@ -1,0 +1,363 @@
+"""The laws: what must hold whatever happens.
+
+A row cannot be checked by the row. A law looks at the whole and knows no transition: it compares
+the manager's books with one another and with the device's own ledger. Numbers are those of the
+design; a number that is missing here belongs to a feature that is not here yet.
+
+An *always* law holds after every call. A *change* law compares before and after a call. A
+*refusal* law says when a capacity error is right. An *end* law holds after the last close.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
+from typing import Any, Final
+
+from attrs import frozen
+
+from kvstate.spec import frame, host, page, sequence
+from kvstate.spec import range as range_
+from kvstate.spec.facts import Ledger, SequenceFact, View, Work
+
+INT31: Final = (1 << 31) - 1
+
+
+@frozen
+class Law:
+    """A named predicate: `check` yields one line for each violation."""
+
+    number: int
+    name: str
+    kind: str
+    why: str
+    check: Callable[..., Iterable[str]]
+
+    def violations(self, *facts: Any) -> list[str]:
+        """What is wrong, each with the law's number and name."""
+        return [f"law {self.number} ({self.name}): {line}" for line in self.check(*facts)]
+
+
+LAWS: Final[list[Law]] = []
+"""Every law, in the order of this file."""
+
+
+def _law(number: int, name: str, kind: str, why: str) -> Callable[[Any], Any]:
+    def register(check: Callable[..., Iterable[str]]) -> Callable[..., Iterable[str]]:
+        LAWS.append(Law(number, name, kind, why, check))
+        return check
+
+    return register
+
+
+def laws(kind: str) -> tuple[Law, ...]:
+    """The laws of one kind: `always`, `change`, `refusal` or `end`."""
+    return tuple(law for law in LAWS if law.kind == kind)
+
+
+_LOADING: Final = bytes([page.LOADING_ACTIVE.code, page.LOADING_COMMITTED.code])
+_TAIL: Final = bytes([frame.PARKED.code])
+_HELD: Final = bytes([page.HOST_HELD_ACTIVE.code, page.HOST_HELD_COMMITTED.code])
+
+
+@_law(1, "conservation", "always", "every frame and host slot is in exactly one place")
+def conservation(view: View) -> Iterator[str]:
+    """Frames: the books name each existing frame once. Slots: each one in use has one user."""
+    ids = Counter(view.pool_ids)
+    for fact in view.ranges:
+        ids.update(fact.frame_ids)
+    yield from (f"frame {name} is in {count} places" for name, count in ids.items() if count > 1)
+    if ids.keys() != view.ledger.frames:
+        yield f"the books have {len(ids)} frames, the device {len(view.ledger.frames)}"
+    absent = view.frame_counts[frame.ABSENT.code]
+    if absent + len(ids) != view.budget_frames:
+        yield f"{len(ids)} frames and {absent} absent ones are not {view.budget_frames}"
+    yield from _slots_have_one_user(view)
+
+
+def _slots_have_one_user(view: View) -> Iterator[str]:
+    users: Counter[int] = Counter()
+    for seq in view.sequences:
+        users.update(seq.slots)
+    draining = Counter(
+        slot
+        for copy in view.transfers
+        for slot in copy.slots
+        if view.host_states[slot] == host.DRAINING.code
+    )
+    for slot, code in enumerate(view.host_states):
+        wanted = 0 if code in (host.FREE.code, host.DRAINING.code) else 1
+        if users[slot] != wanted:
+            yield f"host slot {slot} is {host.HOST.states[code]} and has {users[slot]} sequences"
+        if draining[slot] != (code == host.DRAINING.code):
+            yield f"host slot {slot} is {host.HOST.states[code]}, drained by {draining[slot]}"
+
+
+@_law(2, "named holders", "always", "a hold has a living holder, and is released by it")
+def named_holders(view: View) -> Iterator[str]:
+    """A fence waits for something that is in flight; what is in flight holds its range."""
+    living = {("transfer", copy.token) for copy in view.transfers}
+    living |= {("fence", copy.token) for copy in view.transfers}
+    living |= {("steps", step.number) for step in view.steps if not step.landed}
+    held = {fact.number: fact.holders for fact in view.ranges}
+    for fact in view.ranges:
+        yield from (f"range {fact.number} is held by {h}: gone" for h in fact.holders - living)
+        fenced = fact.state == range_.FENCED.code
+        if fenced and not fact.holders:
+            yield f"range {fact.number} is FENCED and waits for nothing"
+        if not fenced and any(kind == "steps" for kind, _ in fact.holders):
+            yield f"range {fact.number} is not FENCED, but held by steps"
+    for copy in view.transfers:
+        kind = "transfer" if copy.outward or copy.inward else "fence"
+        if (kind, copy.token) not in held.get(copy.range, ()):
+            yield f"transfer {copy.token} does not hold range {copy.range}"
+    naming = Counter(row for step in view.steps for row, _, _ in step.writes)
+    for seq in view.sequences:
+        if seq.steps != naming[seq.row]:
+            yield f"sequence {seq.uid} counts {seq.steps} steps, {naming[seq.row]} name it"
+
+
+@_law(3, "no reuse in flight", "always", "what issued work names is nobody else's")
+def no_reuse_in_flight(view: View) -> Iterator[str]:
+    """Pending work touches only mapped memory of ranges in use, and slots that are not free."""
+    owned = [
+        (fact.base, fact.base + len(fact.frame_ids) * view.frame_bytes)
+        for fact in view.ranges
+        if fact.state in (range_.RESERVED.code, range_.FENCED.code)
+    ]
+    arena_end = view.arena_base + view.arena_bytes
+    for work in view.ledger.work:
+        for address, size in work.reads + work.writes:
+            if view.arena_base <= address < arena_end:
+                if not any(low <= address and address + size <= high for low, high in owned):
+                    yield f"{work.name} touches {size} bytes at {address:#x}, not in use"
+            else:
+                yield from _slots_in_use(view, work.name, address, size)
+
+
+def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[str]:
+    first = (address - view.host_address) // view.block_bytes
+    last = (address + max(size, 1) - 1 - view.host_address) // view.block_bytes
+    for slot in range(max(first, 0), min(last + 1, len(view.host_states))):
+        if view.host_states[slot] == host.FREE.code:
+            yield f"{name} touches host slot {slot}, which is free"
+
+
+@_law(8, "all or nothing", "change", "a failed call changes no sequence")
+def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterator[str]:
+    """Sequences that completions did not touch are the same, and so is where their bytes are.
+
+    Parked, pooled and coming memory may have changed places.
+    """
+    old = {seq.uid: seq for seq in before.sequences if seq.uid not in touched}
+    new = {seq.uid: seq for seq in after.sequences if seq.uid not in touched}
+    for uid in old.keys() ^ new.keys():
+        yield f"sequence {uid} appeared or vanished in a call that failed"
+    charged_before, charged_after = _memory(before), _memory(after)
+    for uid in old.keys() & new.keys():
+        if old[uid] != new[uid]:
+            yield f"sequence {uid} changed from {old[uid]} to {new[uid]}"
+        if charged_before.get(uid) != charged_after.get(uid):
+            yield f"the memory of sequence {uid} changed"
+
+
+def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
+    """The frames that each sequence pays for, by uid."""
+    code = frame.MAPPED.code
+    return {fact.owner: fact.frame_ids[: fact.frame_states.count(code)] for fact in view.ranges}
+
+
+@_law(9, "a failed load is unreadable", "always", "pages load while a copy fills them")
+def loading_pages(view: View) -> Iterator[str]:
+    """A page is LOADING exactly while a copy of this life fills it."""
+    filling = {copy.uid for copy in view.transfers if copy.inward and copy.current}
+    for seq in view.sequences:
+        loading = sum(seq.pages.count(code) for code in _LOADING)
+        if bool(loading) != (seq.uid in filling):
+            yield f"sequence {seq.uid} has {loading} pages loading; filled: {seq.uid in filling}"
+
+
+@_law(10, "one terminal", "always", "what is in flight here is in flight there")
+def one_terminal(view: View) -> Iterator[str]:
+    """The transfers in flight are the copies whose end the device has not reported."""
+    ours = {copy.token for copy in view.transfers}
+    yield from (f"copy {token} will never end here" for token in ours - view.ledger.copies)
+    yield from (f"copy {token} is nobody's transfer" for token in view.ledger.copies - ours)
+
+
+@_law(11, "leaving releases", "always", "what a sequence has follows from its state")
+def leaving_releases(view: View) -> Iterator[str]:
+    """Only an ACTIVE sequence has a range, only one with pages on the host has slots."""
+    owners = Counter(seq.range for seq in view.sequences if seq.range is not None)
+    for seq in view.sequences:
+        active = seq.state == sequence.ACTIVE.code
+        if active != (seq.range is not None):
+            yield f"sequence {seq.uid} is {_name(seq)} and has range {seq.range}"
+        on_host = sum(seq.pages.count(code) for code in _HELD + _LOADING)
+        if len(seq.slots) != on_host:
+            yield f"sequence {seq.uid} has {len(seq.slots)} slots and {on_host} pages on the host"
+        if not active and seq.capacity:
+            yield f"sequence {seq.uid} is {_name(seq)} and has capacity {seq.capacity}"
+        if seq.state == sequence.CLOSED.code:
+            yield f"sequence {seq.uid} is CLOSED and still in the books"
+    for fact in view.ranges:
+        reserved = fact.state == range_.RESERVED.code
+        if owners[fact.number] != reserved or (fact.owner is not None) != reserved:
+            yield f"range {fact.number} has {owners[fact.number]} owners"
+        if fact.state == range_.VACANT.code:
+            yield f"range {fact.number} is VACANT and still in the books"
+    rows = [seq.row for seq in view.sequences]
+    if len({*rows, *view.free_rows}) != len(rows) + len(view.free_rows):
+        yield f"a row is used twice: {rows}, free {view.free_rows}"
+
+
+@_law(12, "progress", "refusal", "nothing is refused that free or reclaimable memory allows")
+def progress(view: View, error: Any) -> Iterator[str]:
+    """After a refusal, what is free, reclaimable and coming together is still too little."""
+    place = getattr(error, "place", "host")
+    if place == "budget":
+        codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
+        had = sum(view.frame_counts[state.code] for state in codes)
+        if error.needed <= had:
+            yield f"refused {error.needed} frames with {had} free, parked or coming"
+    if place == "host" and hasattr(error, "needed"):
+        had = view.host_counts[host.FREE.code] + view.host_counts[host.DRAINING.code]
+        if error.needed <= had:
+            yield f"refused {error.needed} host slots with {had} free or draining"
+    if place == "gate" and not any(seq.state == sequence.ACTIVE.code for seq in view.sequences):
+        yield "the gate refused although nothing runs"
+
+
+@_law(16, "counters are sums", "always", "a number beside a state agrees with the states")
+def counters_are_sums(view: View) -> Iterator[str]:
+    """Every count is what counting again gives, and none is negative."""
+    states = view.pool_states + b"".join(fact.frame_states for fact in view.ranges)
+    for state in frame.FRAME.states[1:]:
+        if view.frame_counts[state.code] != states.count(state.code):
+            yield f"{view.frame_counts[state.code]} frames are said to be {state}"
+    for state in host.HOST.states:
+        if view.host_counts[state.code] != view.host_states.count(state.code):
+            yield f"{view.host_counts[state.code]} host slots are said to be {state}"
+    if min(view.frame_counts + view.host_counts) < 0:
+        yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
+    mapped = {fact.number: fact.frame_states.count(frame.MAPPED.code) for fact in view.ranges}
+    for seq in view.sequences:
+        if seq.range is not None:
+            tokens = mapped[seq.range] * view.frame_bytes // view.row_bytes
+            if seq.capacity != min(tokens, seq.max_tokens):
+                yield f"sequence {seq.uid} has capacity {seq.capacity}, its frames hold {tokens}"
+
+
+@_law(17, "device order", "always", "what conflicts is ordered by a stream or an event")
+def device_order(view: View) -> Iterator[str]:
+    """Of two pending pieces of work that touch the same bytes, one writing, one comes first."""
+    before: dict[int, set[int]] = {}
+    last: dict[int, int] = {}
+    for work in view.ledger.work:
+        direct = {*work.waits} | ({last[work.stream]} if work.stream in last else set())
+        before[work.number] = direct.union(*(before.get(number, set()) for number in direct))
+        last[work.stream] = work.number
+    for late in view.ledger.work:
+        for early in view.ledger.work:
+            if early.number >= late.number or early.number in before[late.number]:
+                continue
+            if _conflict(early, late):
+                yield f"{early.name} and {late.name} touch the same bytes and are not ordered"
+
+
+def _conflict(one: Work, other: Work) -> bool:
+    return (
+        _overlap(one.writes, other.writes)
+        or _overlap(one.writes, other.reads)
+        or _overlap(one.reads, other.writes)
+    )
+
+
+def _overlap(ours: tuple[tuple[int, int], ...], theirs: tuple[tuple[int, int], ...]) -> bool:
+    return any(a < b + m and b < a + n for a, n in ours for b, m in theirs)
+
+
+@_law(19, "contiguity", "always", "a range is mapped without holes, and slots count up")
+def contiguity(view: View) -> Iterator[str]:
+    """The device maps exactly the frames that the books have, in order, and nothing beyond."""
+    expected = {}
+    for fact in view.ranges:
+        if (fact.base - view.arena_base) % view.align_bytes:
+            yield f"range {fact.number} does not begin at a slot and a frame"
+        if len(fact.frame_ids) != len(fact.frame_states):
+            yield f"range {fact.number} has frames without a state"
+        if len(fact.frame_ids) > fact.extent_frames:
+            yield f"range {fact.number} is mapped beyond its extent"
+        charged = fact.frame_states.rstrip(_TAIL)
+        if _TAIL in charged:
+            yield f"range {fact.number} is charged behind its tail: {fact.frame_states.hex()}"
+        for at, name in enumerate(fact.frame_ids):
+            expected[fact.base + at * view.frame_bytes] = name
+    if expected != view.ledger.mappings:
+        differ = expected.items() ^ view.ledger.mappings.items()
+        yield f"books and device map differently at {sorted(hex(place) for place, _ in differ)}"
+    if view.arena_bytes // view.block_bytes > INT31:
+        yield "slots do not fit in 31 bits"
+    yield from _disjoint(view)
+    for seq in view.sequences:
+        yield from _pages_in_order(view, seq)
+
+
+def _disjoint(view: View) -> Iterator[str]:
+    facts = sorted(view.ranges, key=lambda fact: fact.base)
+    for fact, following in pairwise(facts):
+        frames = fact.extent_frames + view.guard_frames
+        if fact.base + frames * view.frame_bytes > following.base:
+            yield f"ranges {fact.number} and {following.number} overlap, or have no gap between"
+
+
+def _pages_in_order(view: View, seq: SequenceFact) -> Iterator[str]:
+    """Pages follow from the lengths: committed ones, then open ones, then none."""
+    block = view.tokens_per_block
+    full = seq.known // block
+    if not 0 <= seq.known <= seq.settled <= seq.scheduled <= seq.max_tokens:
+        yield f"sequence {seq.uid} has lengths out of order: {seq}"
+    if seq.state == sequence.ACTIVE.code:
+        if seq.scheduled > seq.capacity:
+            yield f"sequence {seq.uid} is scheduled beyond its capacity"
+        if seq.transfer is None:
+            opened = -(-seq.capacity // block)
+            names = (page.COMMITTED, full), (page.ACTIVE, opened - full)
+            yield from _expect(seq, names)
+    elif seq.state == sequence.SUSPENDED.code:
+        held = -(-seq.held_tokens // block)
+        names = (page.HOST_HELD_COMMITTED, full), (page.HOST_HELD_ACTIVE, held - full)
+        yield from _expect(seq, names)
+
+
+def _expect(seq: SequenceFact, runs: tuple[tuple[Any, int], ...]) -> Iterator[str]:
+    expected = b"".join(bytes([state.code]) * count for state, count in runs)
+    if seq.pages.rstrip(b"\0") != expected.rstrip(b"\0"):
+        yield f"sequence {seq.uid} has pages {seq.pages.hex()}, its lengths say {expected.hex()}"
+
+
+@_law(20, "shared is immutable", "always", "a committed page has no writer")
+def no_writer(view: View) -> Iterator[str]:
+    """No step in flight writes into a committed block."""
+    rows = {seq.row: seq for seq in view.sequences if seq.state == sequence.ACTIVE.code}
+    for step in view.steps:
+        for row, first, end in step.writes:
+            seq = rows.get(row)
+            if (
+                seq
+                and first < end
+                and first < seq.known // view.tokens_per_block * view.tokens_per_block
+            ):
+                yield f"step {step.number} writes token {first} of sequence {seq.uid}, committed"
+
+
+@_law(24, "clean end", "end", "after the last close nothing is held")
+def clean_end(ledger: Ledger) -> Iterator[str]:
+    """No frame, mapping, reservation, host memory or pending work is left."""
+    if not ledger.empty:
+        yield f"the device still holds {ledger}"
+
+
+def _name(seq: SequenceFact) -> str:
+    return sequence.SEQUENCE.states[seq.state].name
