@@ -135,6 +135,7 @@ class HostDevice(SimulatedDevice):
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Put nothing where the frames were."""
         self.enter("unmap")
+        self.check_quiet(runs)
         self.note_unmap(runs)
         for address, count in runs:
             size = count * self.frame_bytes

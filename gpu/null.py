@@ -69,6 +69,7 @@ class NullDevice(SimulatedDevice):
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Strike the mappings out."""
         self.enter("unmap")
+        self.check_quiet(runs)
         self.note_unmap(runs)
 
     def host_reserve(self, size_bytes: int) -> int:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import partial
 
-from kvstate.device import Completion, CopyRun, Direction, Event, Stream
+from kvstate.device import Completion, CopyRun, Direction, Event, Stream, UnmapRun
 from kvstate.errors import DeviceError
 from kvstate.gpu.books import Books
 from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
@@ -28,12 +28,19 @@ class SimulatedDevice(Books):
         }
         self._issued = 0
         self._ended: list[Completion] = []
+        self._runs: dict[int, tuple[int, Sequence[CopyRun]]] = {}
+        """The work number and the runs of each copy in flight."""
+        self._script: list[Completion] | None = None
         self.faults: list[str] = []
-        """Accesses to memory that is not there, in words: each one is somebody's bug."""
+        """Broken rules of memory, in words: each one is somebody's bug."""
 
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed when pending work runs."""
         self.streams.random.seed(seed)
+
+    def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
+        """Make the next polls deliver exactly these ends; None for whatever has ended."""
+        self._script = None if ended is None else [Completion(*one) for one in ended]
 
     def stream(self) -> SimulatedStream:
         """A stream of the caller's."""
@@ -63,6 +70,8 @@ class SimulatedDevice(Books):
         token = self._issued
         self.copies.add(token)
         if self.streams.eager:
+            self.streams.busy = True
+            self._runs[token] = (0, runs)
             self._run_copy(token, runs)
             return token
         number = self.streams.launch(
@@ -73,12 +82,15 @@ class SimulatedDevice(Books):
             reads=tuple((run.source, run.size_bytes) for run in runs),
             writes=tuple((run.target, run.size_bytes) for run in runs),
         )
+        self._runs[token] = (number, runs)
         for stream in followers:
             self.streams.wait(stream, number)
         return token
 
     def poll(self) -> list[Completion]:
-        """Completions in the order in which the copies ran."""
+        """Completions in the order in which the copies ran, or those that the script names."""
+        if self._script is not None:
+            return self._scripted(self._script)
         if not self.streams.eager:
             self.streams.tick()
         return self._take()
@@ -87,7 +99,14 @@ class SimulatedDevice(Books):
         """Run everything; completions in issue order."""
         self.enter("quiesce")
         self.streams.drain()
+        self.streams.busy = False
         return sorted(self._take())
+
+    def check_quiet(self, runs: Sequence[UnmapRun]) -> None:
+        """Note a fault if anything was issued since the last quiesce: it might read these."""
+        if self.streams.busy:
+            count = sum(run.count_frames for run in runs)
+            self.faults.append(f"{count} frames are unmapped with work issued since the quiesce")
 
     def ledger(self) -> Ledger:
         """The device's own books."""
@@ -108,9 +127,27 @@ class SimulatedDevice(Books):
         ok = not failed and self.move(runs)
         self._ended.append(Completion(token, ok))
 
+    def _scripted(self, script: list[Completion]) -> list[Completion]:
+        """Run the copies that the script names, and let them end as it says."""
+        self._script = []
+        script = [one for one in script if one.token in self._runs]
+        for token, ok in script:
+            number, runs = self._runs[token]
+            self.streams.finish(number)
+            if not ok:
+                self.spoil(runs)
+        named = {completion.token for completion in script}
+        self._ended = [one for one in self._ended if one.token not in named]
+        return self._report(script)
+
     def _take(self) -> list[Completion]:
         ended, self._ended = self._ended, []
-        self.copies.difference_update(completion.token for completion in ended)
+        return self._report(ended)
+
+    def _report(self, ended: list[Completion]) -> list[Completion]:
+        for completion in ended:
+            self.copies.discard(completion.token)
+            del self._runs[completion.token]
         return ended
 
     def _own(self, stream: Stream) -> SimulatedStream:

@@ -58,6 +58,8 @@ class Streams:
         self.streams: list[SimulatedStream] = []
         self.pending: dict[int, tuple[Work, Callable[[], None]]] = {}
         self.launched = 0
+        self.busy = False
+        """Work was issued since somebody last waited for all of it."""
 
     def new(self, name: str) -> SimulatedStream:
         """A stream of its own."""
@@ -76,6 +78,7 @@ class Streams:
         writes: Runs = (),
     ) -> int:
         """Put work at the end of a stream; its number. It waits for the numbers in `waits` too."""
+        self.busy = True
         self.launched += 1
         number = stream.last = self.launched
         if self.eager:

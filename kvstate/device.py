@@ -114,7 +114,10 @@ class Device(Protocol):
         """Map every run, or none. A frame may be mapped at more than one address."""
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
-        """Unmap every run, or none. Only after a quiesce: a kernel may still read the address."""
+        """Unmap every run, or none. Only with nothing issued since a quiesce.
+
+        A driver unmaps under a running kernel, and a kernel may fault on nearby addresses (S03).
+        """
 
     def host_reserve(self, size_bytes: int) -> int:
         """Host memory that copies may name; its address."""
@@ -187,7 +190,7 @@ class ByteDevice(Device, Protocol):
     """A device whose bytes can be written and checked: what a simulated engine needs."""
 
     faults: list[str]
-    """Accesses to memory that is not there, in words: each one is somebody's bug."""
+    """Broken rules of memory, in words: each one is somebody's bug."""
 
     def fail_next(self, kind: str, nth: int = 1) -> None:
         """Make the `nth` next call of that kind fail, once; `complete` is the end of a copy."""
@@ -197,6 +200,12 @@ class ByteDevice(Device, Protocol):
 
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed when pending work runs, where work is simulated."""
+
+    def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
+        """Make the next poll deliver exactly these ends (number, success), and wait for them.
+
+        None: polls deliver whatever has ended.
+        """
 
     def stream(self) -> Stream:
         """A stream of the caller's."""

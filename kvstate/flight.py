@@ -61,6 +61,8 @@ class Flight:
         self.call = 0
         """The number of the public call that runs."""
         self._quiet_in = -1
+        self.polled: deque[Completion] = deque(maxlen=4096)
+        """The latest completions that polls delivered. Whoever reads them takes them out."""
         self.ended: deque[Ended] = deque(maxlen=4096)
         """The latest ends of copies of living bytes. Whoever reads them takes them out."""
 
@@ -79,7 +81,9 @@ class Flight:
 
     def poll(self) -> list[Completion]:
         """Deliver what has ended; does not wait."""
-        return self._deliver(self._ask(self.device.poll))
+        completions = self._ask(self.device.poll)
+        self.polled.extend(completions)
+        return self._deliver(completions)
 
     def quiesce(self) -> None:
         """Wait for everything issued and deliver it; at most once a call."""
@@ -97,7 +101,9 @@ class Flight:
 
     def _ask(self, call: Callable[[], list[Completion]]) -> list[Completion]:
         try:
-            return call()
+            completions = call()
+            stray, self.actor.stray = self.actor.stray, []
+            return stray + completions
         except DeviceFault as fault:
             self.actor.poison(str(fault))
             raise

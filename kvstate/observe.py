@@ -7,6 +7,7 @@ not observed apart.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from functools import wraps
 from inspect import signature
@@ -30,24 +31,24 @@ PUBLIC: Final = (
 """The methods of a manager that change something and that an engine calls."""
 
 
-def check_laws(kv: Manager) -> View:
+def check_laws(kv: Manager, asked: Counter[str] | None = None) -> View:
     """Raise LawViolation if an always law does not hold now; what was seen. O(everything)."""
     seen = view(kv)
-    _raise(_violations("always", seen))
+    _check("always", asked, seen)
     return seen
 
 
-def check_end(kv: Manager) -> None:
+def check_end(kv: Manager, asked: Counter[str] | None = None) -> None:
     """Raise LawViolation if a closed manager's device still holds something."""
-    _raise(_violations("end", kv.device.ledger()))
+    _check("end", asked, kv.device.ledger())
 
 
 class LawKeeper:
     """Checks the laws around every public call of one manager (`debug=True`)."""
 
-    def __init__(self, kv: Manager) -> None:
-        self.kv = kv
-        self.seen = check_laws(kv)
+    def __init__(self, kv: Manager, asked: Counter[str] | None) -> None:
+        self.kv, self.asked = kv, asked
+        self.seen = check_laws(kv, asked)
         self._call = kv.flight.call
 
     def after(self, error: BaseException | None) -> None:
@@ -56,19 +57,19 @@ class LawKeeper:
         call, self._call = self._call, kv.flight.call
         if kv.actor.fault is not None:
             return
-        self.seen = check_laws(kv)
+        self.seen = check_laws(kv, self.asked)
         if isinstance(error, KvStateError):
             touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
-            _raise(_violations("change", before, self.seen, touched))
+            _check("change", self.asked, before, self.seen, touched)
         if isinstance(error, CapacityError):
-            _raise(_violations("refusal", self.seen, error))
+            _check("refusal", self.asked, self.seen, error)
 
 
 class Recorder:
     """Writes every public call of one manager to a sink, one JSON line each."""
 
     def __init__(self, kv: Manager, sink: Callable[[bytes], object]) -> None:
-        self.sink = sink
+        self.kv, self.sink = kv, sink
         self._streams: list[Any] = [None]
         self._makers: dict[str, Callable[[dict[str, Any], Any], trace.Call]] = {
             "create": self._create,
@@ -76,7 +77,7 @@ class Recorder:
             "step": self._step,
             "settle": self._settle,
             "commit": self._commit,
-            "poll": lambda args, ended: trace.Poll(ended=[tuple(one) for one in ended or ()]),
+            "poll": lambda args, _: trace.Poll(),
             "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
             "resume": lambda args, _: trace.Resume(
                 seq=args["seq"].uid, stream=self._stream(args["stream"])
@@ -97,9 +98,13 @@ class Recorder:
 
     def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:
         """Write down one call and what it raised. A call that made nothing names 0."""
-        call = self._makers[name](args, result)
-        if error is not None:
-            call = msgspec.structs.replace(call, error=type(error).__name__)
+        polled = self.kv.flight.polled
+        call = msgspec.structs.replace(
+            self._makers[name](args, result),
+            error=None if error is None else type(error).__name__,
+            ended=[(token, ok) for token, ok in polled],
+        )
+        polled.clear()
         self.sink(trace.encode(call) + b"\n")
 
     def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
@@ -141,10 +146,17 @@ def _leaving(args: dict[str, Any]) -> dict[str, Any]:
 
 
 def observe(
-    kv: Manager, *, debug: bool = False, record: Callable[[bytes], object] | None = None
+    kv: Manager,
+    *,
+    debug: bool = False,
+    record: Callable[[bytes], object] | None = None,
+    asked: Counter[str] | None = None,
 ) -> None:
-    """Put law checks and a recorder around the public methods of a manager."""
-    keeper = LawKeeper(kv) if debug else None
+    """Put law checks and a recorder around the public methods of a manager.
+
+    `asked` counts how often each law was checked.
+    """
+    keeper = LawKeeper(kv, asked) if debug else None
     recorder = Recorder(kv, record) if record else None
     depth = [0]
     for name in PUBLIC:
@@ -182,10 +194,12 @@ def _observed(
     return call
 
 
-def _violations(kind: str, *facts: Any) -> list[str]:
-    return [line for law in laws(kind) for line in law.violations(*facts)]
-
-
-def _raise(violations: list[str]) -> None:
+def _check(kind: str, asked: Counter[str] | None, *facts: Any) -> None:
+    """Raise LawViolation with everything that the laws of this kind find wrong."""
+    violations = []
+    for law in laws(kind):
+        violations += law.violations(*facts)
+        if asked is not None:
+            asked[law.name] += 1
     if violations:
         raise LawViolation(violations)

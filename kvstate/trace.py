@@ -37,6 +37,8 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: Config
     device: str = "host"
     streams: str = "eager"
+    strict: bool = True
+    """Whether a replay must raise what the calls name; a program that was cut need not."""
 
 
 class Call(
@@ -50,6 +52,12 @@ class Call(
     """Schedules the simulated device from this call on."""
     fail: dict[str, Annotated[int, Meta(ge=1)]] = {}
     """Which kinds of device calls are told to fail during this call, and which one of each."""
+
+    ended: list[tuple[int, bool]] | None = None
+    """The copies whose end a poll delivered during this call, by number, and their success.
+
+    A replay delivers the same; where it is not said, whatever has ended then.
+    """
 
     event: ClassVar[str] = ""
     """The event of the sequence table that it fires."""
@@ -153,9 +161,7 @@ class Close(Call, frozen=True, kw_only=True):
 
 
 class Poll(Call, frozen=True, kw_only=True):
-    """`Manager.poll`: the copies that had ended, by number, and whether they succeeded."""
-
-    ended: list[tuple[int, bool]] = []
+    """`Manager.poll`."""
 
 
 class Trim(Call, frozen=True, kw_only=True):

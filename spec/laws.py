@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
+from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
@@ -51,6 +52,7 @@ def _law(number: int, name: str, kind: str, why: str) -> Callable[[Any], Any]:
     return register
 
 
+@cache
 def laws(kind: str) -> tuple[Law, ...]:
     """The laws of one kind: `always`, `change`, `refusal` or `end`."""
     return tuple(law for law in LAWS if law.kind == kind)

@@ -9,7 +9,10 @@ that is ordered wrongly shows as wrong bytes.
 
 from __future__ import annotations
 
+import traceback
+from collections import Counter
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -28,7 +31,7 @@ from kvstate.errors import (
     LawViolation,
 )
 from kvstate.manager import Manager
-from kvstate.observe import check_end
+from kvstate.observe import check_end, observe
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
 from kvstate.sequence import Sequence, Step
@@ -88,11 +91,14 @@ class Part:
 
 
 class Player:
-    """Plays calls on one manager. `strict` also compares errors with those that the calls name."""
+    """Plays calls on one manager."""
 
-    def __init__(self, header: trace.Header, device: ByteDevice, *, strict: bool = True) -> None:
-        self.config, self.device, self.strict = header.config, device, strict
-        self.kv = Manager(header.config, device, debug=True)
+    def __init__(self, header: trace.Header, device: ByteDevice) -> None:
+        self.config, self.device, self.strict = header.config, device, header.strict
+        self.kv = Manager(header.config, device)
+        self.laws: Counter[str] = Counter()
+        """How often each law was asked for."""
+        observe(self.kv, debug=True, asked=self.laws)
         self.coverage = self.kv.flight.coverage = Coverage()
         device.set_rows(self.kv.geometry.row_bytes)
         self.streams = [None, *(device.stream() for _ in range(STREAMS - 1))]
@@ -100,7 +106,7 @@ class Player:
         self.seqs: dict[int, Played] = {}
         self.steps: dict[int, Launch] = {}
         self.bytes_verified = 0
-        self.refused: dict[str, int] = {}
+        self.refused: Counter[str] = Counter()
         self._names = 0
         self._lost = False
         """Bytes were lost during the call, so that a legal call may have become illegal."""
@@ -118,6 +124,7 @@ class Player:
         self._lost = False
         if call.seed is not None:
             self.device.schedule(call.seed)
+        self.device.script(call.ended)
         for kind, nth in call.fail.items():
             self.device.fail_next(kind, nth)
         error: KvStateError | None = None
@@ -130,6 +137,12 @@ class Player:
             raise Broken(law, "; ".join(broken.violations)) from broken
         except KvStateError as raised:
             error = raised
+        except Broken:
+            raise
+        except Exception as crash:
+            where = traceback.extract_tb(crash.__traceback__)[-1]
+            place = f"{Path(where.filename).name}:{where.name}"
+            raise Broken(f"crash {type(crash).__name__} in {place}", str(crash)) from crash
         finally:
             self.device.cancel_failures()
         self._learn()
@@ -148,7 +161,7 @@ class Player:
         self.kv.close()
         self._check_faults()
         try:
-            check_end(self.kv)
+            check_end(self.kv, self.laws)
         except LawViolation as broken:
             raise Broken("law 24 (clean end)", str(broken)) from broken
 
@@ -326,7 +339,7 @@ class Player:
         """Whether the call may have raised this, or should have raised something."""
         if isinstance(error, CapacityError):
             place = str(getattr(error, "place", type(error).__name__))
-            self.refused[place] = self.refused.get(place, 0) + 1
+            self.refused[place] += 1
         if isinstance(error, DeviceFault | DeviceError) and not call.fail:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
         wanted, found = call.error, type(error).__name__ if error else None

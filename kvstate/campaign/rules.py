@@ -26,7 +26,10 @@ from kvstate.spec.sequence import SEQUENCE
 ILLEGAL: Final = IllegalTransition.__name__
 WAITS: Final = ("resume", "suspend")
 """Events whose call waits for a copy that is in the way, so that only the state decides."""
-FAILURES: Final = ("create", "map", "unmap", "release", "copy", "complete", "record", "quiesce")
+FAILURES: Final = (
+    *("create", "map", "unmap", "release", "copy", "complete", "record", "quiesce") * 4, "fill",
+)  # fmt: skip
+"""What is told to fail: a fill less often, because it poisons the manager."""
 
 Rule = Callable[[Player, Random], trace.AnyCall | None]
 

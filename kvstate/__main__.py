@@ -1,0 +1,5 @@
+"""`python -m kvstate` is `kvstate`."""
+
+from kvstate.cli import main
+
+main()

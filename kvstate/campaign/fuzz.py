@@ -1,0 +1,205 @@
+"""Fuzzing: episodes of drawn calls on small random configurations, on any number of workers.
+
+An episode is a configuration, a device and some dozens of calls; all of it follows from the
+episode's seed, so the seed of a run repeats the run. What must hold always is checked by the
+player after every call. What must be seen *sometimes* (every row fired, every state reached, every
+refusal and every law asked for at least once) is checked here, over the whole campaign, so that a
+check that never ran cannot pass.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from hashlib import blake2b
+from pathlib import Path
+from random import Random
+from time import monotonic
+from typing import Final
+
+import msgspec
+from attrs import define, field, frozen
+
+from kvstate import trace
+from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.rules import draw, draw_config
+from kvstate.campaign.shrink import Program, shrink
+from kvstate.device import ByteDevice
+from kvstate.spec.compiled import row_key
+from kvstate.spec.coupling import TABLES
+from kvstate.spec.laws import LAWS
+
+EPISODE_CALLS: Final = 80
+REFUSALS: Final = ("gate", "budget", "limit", "addresses", "HostExhausted", "OutOfRows")
+ROWS: Final = tuple(row_key(table.name, row) for table in TABLES.values() for row in table.rows)
+STATES: Final = tuple(
+    f"{table.name}.{state}" for table in TABLES.values() for state in table.states
+)
+
+OpenDevice = Callable[[str, int], ByteDevice]
+"""From a stream mode and a seed to a fresh device."""
+
+
+@frozen
+class Failure:
+    """Something that did not hold, and the shortest program found that shows it."""
+
+    kind: str
+    detail: str
+    header: trace.Header
+    program: Program
+    found_calls: int
+    """How long the program was before it was shrunk."""
+
+
+@define
+class Tally:
+    """What a campaign has done so far. Tallies of workers add up."""
+
+    episodes: int = 0
+    calls: int = 0
+    bytes_verified: int = 0
+    rows: Counter[str] = field(factory=Counter)
+    refused: Counter[str] = field(factory=Counter)
+    laws: Counter[str] = field(factory=Counter)
+    device_calls: Counter[str] = field(factory=Counter)
+    poisoned: int = 0
+    failures: list[Failure] = field(factory=list)
+
+    def add(self, other: Tally) -> None:
+        """Add another one's numbers."""
+        self.episodes += other.episodes
+        self.calls += other.calls
+        self.bytes_verified += other.bytes_verified
+        self.poisoned += other.poisoned
+        for mine, theirs in (
+            (self.rows, other.rows), (self.refused, other.refused), (self.laws, other.laws),
+            (self.device_calls, other.device_calls),
+        ):  # fmt: skip
+            mine.update(theirs)
+        self.failures += other.failures
+
+    @property
+    def states(self) -> set[str]:
+        """The states that were reached: the initial ones, and the targets of rows that fired."""
+        reached = {f"{table.name}.{table.initial}" for table in TABLES.values()}
+        return reached | {f"{key.partition('.')[0]}.{key.rpartition(' ')[2]}" for key in self.rows}
+
+    def unseen(self) -> list[str]:
+        """What a campaign must see and has not seen."""
+        missing = [f"row {key}" for key in ROWS if not self.rows[key]]
+        missing += [f"state {key}" for key in STATES if key not in self.states]
+        missing += [f"refusal {place}" for place in REFUSALS if not self.refused[place]]
+        missing += [f"law {law.number} ({law.name})" for law in LAWS if not self.laws[law.name]]
+        return missing if self.poisoned else [*missing, "a poisoned manager"]
+
+
+def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISODE_CALLS) -> Tally:
+    """Play one episode. A failure is shrunk and is part of what comes back."""
+    random = Random(seed)
+    header = trace.Header(
+        kvstate_trace=trace.VERSION, config=draw_config(random), device="host", streams=streams
+    )
+    device = open_device(streams, random.getrandbits(32))
+    header = msgspec.structs.replace(header, device=device.name)
+    player = Player(header, device)
+    program: Program = []
+    tally = Tally(episodes=1)
+    try:
+        while len(program) < calls and player.kv.actor.fault is None:
+            call = draw(player, random)
+            program.append(call)
+            player.apply(call)
+        player.finish()
+    except Broken as broken:
+        player.abandon()
+        tally.failures.append(_shrunk(broken, header, program, open_device))
+    tally.calls = len(program)
+    _note(tally, player)
+    return tally
+
+
+def play(header: trace.Header, program: Program, open_device: OpenDevice) -> Player:
+    """Play a whole program on a fresh device. Raises Broken, with everything given back."""
+    player = Player(header, open_device(header.streams, 0))
+    try:
+        player.play(program)
+    except BaseException:
+        player.abandon()
+        raise
+    return player
+
+
+def episodes(seed: int, worker: int = 0) -> Iterator[str]:
+    """The seeds of one worker's episodes, without end."""
+    number = 0
+    while True:
+        yield f"{seed}/{worker}/{number}"
+        number += 1
+
+
+def run(
+    seeds: Iterator[str], open_device: OpenDevice, streams: str,
+    enough: Callable[[Tally], bool], tell: Callable[[Tally], None],
+) -> None:  # fmt: skip
+    """Play episodes until `enough` says so; `tell` is given the tally of each."""
+    total = Tally()
+    for seed in seeds:
+        if enough(total):
+            return
+        done = episode(seed, open_device, streams)
+        total.add(done)
+        tell(done)
+
+
+def until(seconds: float | None, calls: int | None) -> Callable[[Tally], bool]:
+    """Enough after that many seconds from now, or that many calls, or the first failure."""
+    deadline = None if seconds is None else monotonic() + seconds
+
+    def enough(tally: Tally) -> bool:
+        late = deadline is not None and monotonic() >= deadline
+        return late or bool(tally.failures) or (calls is not None and tally.calls >= calls)
+
+    return enough
+
+
+def save(failure: Failure, folder: Path) -> Path:
+    """Write a failure's program as a trace; its path. The same program gets the same name."""
+    lines = b"\n".join(trace.encode(call) for call in failure.program)
+    name = f"{_slug(failure.kind)}-{_digest(trace.encode(failure.header) + lines)}.jsonl"
+    trace.write(folder / name, failure.header, failure.program)
+    return folder / name
+
+
+def _shrunk(
+    broken: Broken, header: trace.Header, program: Program, open_device: OpenDevice
+) -> Failure:
+    strict = broken.kind == "legality"
+    header = msgspec.structs.replace(header, strict=strict)
+
+    def fails(candidate: Program) -> bool:
+        try:
+            play(header, candidate, open_device)
+        except Broken as again:
+            return again.kind == broken.kind
+        return False
+
+    short = shrink(program, fails) if fails(program) else program
+    return Failure(broken.kind, broken.detail, header, short, len(program))
+
+
+def _note(tally: Tally, player: Player) -> None:
+    tally.rows.update(player.coverage.rows)
+    tally.refused.update(player.refused)
+    tally.laws.update(player.laws)
+    tally.device_calls.update(player.device.calls)
+    tally.bytes_verified = player.bytes_verified
+    tally.poisoned = int(player.kv.actor.fault is not None)
+
+
+def _slug(text: str) -> str:
+    return "-".join("".join(c if c.isalnum() else " " for c in text.lower()).split())
+
+
+def _digest(data: bytes) -> str:
+    return blake2b(data, digest_size=4).hexdigest()

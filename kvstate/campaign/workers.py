@@ -1,0 +1,93 @@
+"""Workers: the same episodes in several processes.
+
+Each worker plays its own episodes and sends their tallies; the parent adds them up and tells all
+to stop when it has enough, when one has failed, or on Ctrl-C. Episodes of worker `w` depend on the
+seed and on `w` alone.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import signal
+from collections.abc import Callable, Sequence
+from functools import partial
+from multiprocessing.process import BaseProcess
+from multiprocessing.synchronize import Event
+from queue import Empty
+from typing import Any
+
+from kvstate.campaign.fuzz import OpenDevice, Tally, episodes, run
+
+Tell = Callable[[Tally], None]
+Enough = Callable[[Tally], bool]
+
+
+def run_workers(
+    seed: int, workers: int, open_device: OpenDevice, streams: str, enough: Enough, tell: Tell
+) -> Tally:
+    """Play until the sum of all workers is enough; `tell` is given the sum after each episode.
+
+    An interrupt ends it early, with what there is.
+    """
+    total = Tally()
+
+    def add(done: Tally) -> None:
+        total.add(done)
+        tell(total)
+
+    try:
+        if workers == 1:
+            run(episodes(seed), open_device, streams, lambda _: enough(total), add)
+        else:
+            _run_many(seed, workers, open_device, streams, lambda: enough(total), add)
+    except KeyboardInterrupt:
+        pass
+    return total
+
+
+def _run_many(
+    seed: int, workers: int, open_device: OpenDevice, streams: str,
+    enough: Callable[[], bool], add: Tell,
+) -> None:  # fmt: skip
+    context = multiprocessing.get_context("spawn")
+    stop, done = context.Event(), context.Queue()
+    processes = [
+        context.Process(
+            target=_work, args=(seed, worker, open_device, streams, stop, done), daemon=True
+        )
+        for worker in range(workers)
+    ]
+    for process in processes:
+        process.start()
+    try:
+        while not enough():
+            _receive(done, add, processes)
+    finally:
+        stop.set()
+        while any(process.is_alive() for process in processes):
+            _receive(done, add, processes)
+        for process in processes:
+            process.join()
+
+
+def _receive(done: Any, add: Tell, processes: Sequence[BaseProcess]) -> None:
+    try:
+        add(done.get(timeout=0.2))
+    except Empty:
+        crashed = [process.exitcode for process in processes if process.exitcode]
+        if crashed:
+            raise RuntimeError(f"a worker ended with exit code {crashed[0]}") from None
+
+
+def _work(
+    seed: int, worker: int, open_device: OpenDevice, streams: str, stop: Event, done: Any
+) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    logging.getLogger("kvstate").setLevel(logging.ERROR)
+    enough = partial(_stopped, stop)
+    run(episodes(seed, worker), open_device, streams, enough, done.put)
+
+
+def _stopped(stop: Event, _: Tally) -> bool:
+    return stop.is_set()
