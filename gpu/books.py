@@ -68,20 +68,23 @@ class Books:
     def note_map(self, runs: Sequence[MapRun]) -> None:
         """Enter mappings; refuse an address that is mapped, or a frame that does not exist."""
         size = self.frame_bytes
+        places: dict[int, int] = {}
         for address, frames, _ in runs:
             for at, frame in enumerate(frames):
-                if address + at * size in self.mappings:
-                    raise DeviceError("map", f"{address + at * size:#x} is mapped already")
+                place = address + at * size
+                if place in self.mappings or place in places:
+                    raise DeviceError("map", f"{place:#x} is mapped already")
                 if frame not in self.frames:
                     raise DeviceError("map", f"frame {frame} does not exist")
-        for address, frames, _ in runs:
-            for at, frame in enumerate(frames):
-                self.mappings[address + at * size] = frame
+                places[place] = frame
+        self.mappings |= places
 
     def note_unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Strike mappings out; refuse an address where nothing is mapped."""
         size = self.frame_bytes
         places = [run.address + at * size for run in runs for at in range(run.count_frames)]
+        if len(set(places)) < len(places):
+            raise DeviceError("unmap", "an address is named twice")
         for place in places:
             if place not in self.mappings:
                 raise DeviceError("unmap", f"nothing is mapped at {place:#x}")
@@ -91,6 +94,8 @@ class Books:
     def note_release(self, frames: Sequence[int]) -> None:
         """Strike frames out; refuse one that is mapped, or that does not exist."""
         mapped = self.frames.intersection(self.mappings.values())
+        if len(set(frames)) < len(frames):
+            raise DeviceError("release", "a frame is named twice")
         for frame in frames:
             if frame in mapped or frame not in self.frames:
                 raise DeviceError("release", f"frame {frame} is mapped or does not exist")

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Final
 
-from kvstate.device import Completion, CopyRun, Device, Direction, FillRun, MapRun, UnmapRun
+from kvstate.device import CopyRun, Device, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import DeviceError, DeviceFault
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Act, Frames, Plan
@@ -29,8 +29,8 @@ class Actor:
     def __init__(self, device: Device, host: HostTier, frame_bytes: int) -> None:
         self.device, self.host, self.frame_bytes = device, host, frame_bytes
         self.fault: str | None = None
-        self.stray: list[Completion] = []
-        """Completions that came while something was undone, not delivered yet."""
+        self.quiesce: Callable[[], None] = lambda: None
+        """Waits for all issued work and delivers it; whoever delivers puts it here."""
         self._handlers: Final[dict[str, Callable[[Plan, list[Act], Undo], None]]] = {
             "create": self._create,
             "release": self._release,
@@ -99,8 +99,8 @@ class Actor:
         undo.append(partial(self._unmap_again, mapped))
 
     def _unmap_again(self, runs: list[UnmapRun]) -> None:
-        """Take a mapping back. What the quiesce before it delivers is kept for the next poll."""
-        self.stray += self.device.quiesce()
+        """Take a mapping back; like every unmap, only on a quiet device."""
+        self.quiesce()
         self.device.unmap(runs)
 
     def _unmap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:

@@ -50,6 +50,7 @@ class Flight:
     ) -> None:  # fmt: skip
         self.device, self.columns, self.arena, self.actor = device, columns, arena, actor
         self.counters = counters
+        actor.quiesce = self.quiesce
         self.coverage: Coverage | None = None
         self.ignored = ignored
         self.transfers: dict[int, Transfer] = {}
@@ -101,9 +102,7 @@ class Flight:
 
     def _ask(self, call: Callable[[], list[Completion]]) -> list[Completion]:
         try:
-            completions = call()
-            stray, self.actor.stray = self.actor.stray, []
-            return stray + completions
+            return call()
         except DeviceFault as fault:
             self.actor.poison(str(fault))
             raise

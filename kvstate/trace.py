@@ -38,7 +38,7 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     device: str = "host"
     streams: str = "eager"
     strict: bool = True
-    """Whether a replay must raise what the calls name; a program that was cut need not."""
+    """Whether a replay must raise what the calls name. The programs of a fuzz name nothing."""
 
 
 class Call(

@@ -20,6 +20,7 @@ import numpy as np
 from attrs import define, field
 
 from kvstate import trace
+from kvstate.campaign.legal import is_legal
 from kvstate.campaign.model import Story
 from kvstate.device import SEGMENT, ByteDevice, Check, Stream
 from kvstate.errors import (
@@ -128,7 +129,9 @@ class Player:
         for kind, nth in call.fail.items():
             self.device.fail_next(kind, nth)
         error: KvStateError | None = None
+        poisoned, legal = self.kv.actor.fault is not None, True
         try:
+            legal = is_legal(self, call)
             getattr(self, f"_{type(call).__name__.lower()}")(call)
         except Skip:
             return call
@@ -140,25 +143,28 @@ class Player:
         except Broken:
             raise
         except Exception as crash:
-            where = traceback.extract_tb(crash.__traceback__)[-1]
-            place = f"{Path(where.filename).name}:{where.name}"
-            raise Broken(f"crash {type(crash).__name__} in {place}", str(crash)) from crash
+            raise _crash(crash) from crash
         finally:
             self.device.cancel_failures()
         self._learn()
-        self._judge(call, error)
+        if poisoned:
+            self._same(f"{call} of a poisoned manager raised", type(error), DeviceFault)
+        else:
+            self._judge(call, error, legal)
         self._after(call)
         return msgspec.structs.replace(call, error=type(error).__name__ if error else None)
 
     def finish(self) -> None:
         """Settle and close everything, end the manager, and look for what is left. Raises
         Broken."""
-        if self.kv.actor.fault is None:
-            for name in list(self.steps):
-                self.apply(trace.Settle(step=name))
-            for name in list(self.seqs):
-                self.apply(trace.Close(seq=name))
-        self.kv.close()
+        for name in list(self.steps):
+            self.apply(trace.Settle(step=name))
+        for name in list(self.seqs):
+            self.apply(trace.Close(seq=name))
+        try:
+            self.kv.close()
+        except Exception as crash:
+            raise _crash(crash) from crash
         self._check_faults()
         try:
             check_end(self.kv, self.laws)
@@ -174,6 +180,18 @@ class Player:
         """A name that no sequence or step of the program has."""
         self._names += 1
         return self._names
+
+    def known(self, name: int) -> Played:
+        """The sequence of that name. Raises Skip if there is none."""
+        if name not in self.seqs:
+            raise Skip
+        return self.seqs[name]
+
+    def launched(self, name: int) -> Launch:
+        """The step in flight of that name. Raises Skip if there is none."""
+        if name not in self.steps:
+            raise Skip
+        return self.steps[name]
 
     # One method a call: the manager first, then what the model learns from it.
 
@@ -193,22 +211,22 @@ class Player:
         self.seqs[call.seq] = Played(seq, story, stream)
 
     def _resume(self, call: trace.Resume) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         stream = self.streams[call.stream % STREAMS]
         self.kv.resume(played.seq, stream)
         self._learn()
         played.story.phase, played.stream = "ACTIVE", stream
 
     def _resize(self, call: trace.Resize) -> None:
-        self.kv.resize(self._seq(call.seq).seq, call.tokens)
+        self.kv.resize(self.known(call.seq).seq, call.tokens)
 
     def _rewind(self, call: trace.Rewind) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.rewind(played.seq, call.tokens)
         played.story.take_back(call.tokens)
 
     def _step(self, call: trace.Step) -> None:
-        members = [self._seq(name) for name in call.seqs]
+        members = [self.known(name) for name in call.seqs]
         if len(set(members)) != len(members):
             raise Skip
         batch = self.kv.batch(played.seq for played in members)
@@ -247,9 +265,7 @@ class Player:
         self.device.write(stream, np.array(writes, SEGMENT))
 
     def _settle(self, call: trace.Settle) -> None:
-        launch = self.steps.get(call.step)
-        if launch is None:
-            raise Skip
+        launch = self.launched(call.step)
         for stream in launch.streams:
             self.device.synchronize(stream)
         void = self.kv.settle(launch.step, call.accepted)
@@ -274,28 +290,28 @@ class Player:
                 other.void |= other.played is part.played
 
     def _commit(self, call: trace.Commit) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.commit(played.seq, call.tokens)
         played.story.known += len(call.tokens)
 
     def _stop(self, call: trace.Stop) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.stop_committing(played.seq)
         played.story.committing = False
 
     def _suspend(self, call: trace.Suspend) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.suspend(played.seq, self._event(played, call.after))
         self._learn()
         played.story.phase = "SUSPENDED"
 
     def _drop(self, call: trace.Drop) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.drop(played.seq, self._event(played, call.after))
         played.story.lose("DROPPED")
 
     def _close(self, call: trace.Close) -> None:
-        played = self._seq(call.seq)
+        played = self.known(call.seq)
         self.kv.close_sequence(played.seq, self._event(played, call.after))
         played.story.lose("CLOSED")
         del self.seqs[call.seq]
@@ -309,11 +325,6 @@ class Player:
         self._learn()
 
     # What the model learns, and what it demands.
-
-    def _seq(self, name: int) -> Played:
-        if name not in self.seqs:
-            raise Skip
-        return self.seqs[name]
 
     def _event(self, played: Played, wanted: bool) -> Any:
         return self.device.record(played.stream) if wanted else None
@@ -335,18 +346,20 @@ class Player:
                 story.life += 1
                 story.phase = "SUSPENDED"
 
-    def _judge(self, call: trace.AnyCall, error: KvStateError | None) -> None:
+    def _judge(self, call: trace.AnyCall, error: KvStateError | None, legal: bool) -> None:
         """Whether the call may have raised this, or should have raised something."""
         if isinstance(error, CapacityError):
             place = str(getattr(error, "place", type(error).__name__))
             self.refused[place] += 1
         if isinstance(error, DeviceFault | DeviceError) and not call.fail:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
-        wanted, found = call.error, type(error).__name__ if error else None
-        illegal = IllegalTransition.__name__
-        excused = self._lost or isinstance(error, DeviceError)
-        if self.strict and not excused and wanted != found and illegal in (wanted, found):
-            raise Broken("legality", f"{call} should raise {wanted} and raised {error!r}")
+        if legal and isinstance(error, IllegalTransition) and not self._lost:
+            raise Broken("legal call refused", f"{call} raised {error!r}")
+        if not legal and not isinstance(error, IllegalTransition | DeviceError):
+            raise Broken("illegal call accepted", f"{call} raised {error!r}")
+        found = type(error).__name__ if error else None
+        if self.strict and call.error != found:
+            raise Broken("replay", f"{call} raised {error!r}")
 
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""
@@ -421,6 +434,12 @@ class Player:
     def _same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
+
+
+def _crash(crash: Exception) -> Broken:
+    where = traceback.extract_tb(crash.__traceback__)[-1]
+    place = f"{Path(where.filename).name}:{where.name}"
+    return Broken(f"crash {type(crash).__name__} in {place}", str(crash))
 
 
 _SCRUBBED = bytes([0, SCRUB_BYTE])

@@ -16,20 +16,21 @@ from attrs import evolve
 from msgspec.structs import replace
 
 from kvstate import trace
-from kvstate.campaign.player import STREAMS, Launch, Played, Player
+from kvstate.campaign.legal import may
+from kvstate.campaign.player import STREAMS, Played, Player
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
-from kvstate.errors import IllegalTransition
-from kvstate.sequence import Sequence
-from kvstate.spec.compiled import MACHINES
-from kvstate.spec.sequence import SEQUENCE
 
-ILLEGAL: Final = IllegalTransition.__name__
-WAITS: Final = ("resume", "suspend")
-"""Events whose call waits for a copy that is in the way, so that only the state decides."""
-FAILURES: Final = (
-    *("create", "map", "unmap", "release", "copy", "complete", "record", "quiesce") * 4, "fill",
-)  # fmt: skip
-"""What is told to fail: a fill less often, because it poisons the manager."""
+FAILURES: Final = {
+    trace.Resume: ("create", "map", "copy", "complete", "unmap", "quiesce"),
+    trace.Suspend: ("copy", "complete", "record", "quiesce"),
+    trace.Step: ("create", "map", "unmap", "quiesce"),
+    trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
+    trace.Trim: ("unmap", "release", "quiesce"),
+    trace.Drop: ("copy", "record", "fill"),
+    trace.Close: ("copy", "record", "fill"),
+    trace.Poll: ("complete", "fill"),
+}
+"""Device calls that may be told to fail during a call. A failed fill poisons the manager."""
 
 Rule = Callable[[Player, Random], trace.AnyCall | None]
 
@@ -42,7 +43,7 @@ def draw_config(random: Random) -> Config:
         head_dim=random.choice((8, 24, 64, 128)),
         dtype=random.choice(("float16", "float32")),
     )
-    frames, rows = random.randint(3, 16), random.randint(2, 5)
+    frames, rows = random.randint(3, 16), random.randint(2, 7)
     gpu = GpuTier(frames * 4096, 4096, map_ahead_frames=random.choice((0, 0, 1, 3)))
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
@@ -68,23 +69,18 @@ def draw(player: Player, random: Random) -> trace.AnyCall:
         rule = random.choices(_RULES, _WEIGHTS)[0]
         call = rule(player, random)
         if call is not None:
-            return replace(call, seed=random.getrandbits(32), fail=_failures(random))
+            return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
 
 
-def is_legal(seq: Sequence, event: str) -> bool:
-    """Whether the table has an enabled row for the event, after the wait that the call makes."""
-    if event in WAITS:
-        return bool(SEQUENCE.on(event, SEQUENCE.states[seq.state]))
-    return MACHINES.object(f"sequence.{event}").decide(seq) is not None
-
-
-def _failures(random: Random) -> dict[str, int]:
-    """Mostly none; else one kind of call, at times two, so that an undo fails too."""
-    chance = random.random()
-    if chance > 0.12:
+def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
+    """Mostly none; else one kind of device call, at times two, so that an undo fails too."""
+    kinds, chance = FAILURES.get(type(call), ()), random.random()
+    if not kinds or chance > 0.12:
         return {}
-    kinds = random.sample(FAILURES, 2 if chance < 0.02 else 1)
-    return {kind: random.choice((1, 1, 1, 2)) for kind in kinds}
+    chosen = random.sample(kinds, 2 if chance < 0.03 else 1)
+    if "fill" in chosen and random.random() < 0.8:
+        return {}
+    return {kind: random.choice((1, 1, 1, 2)) for kind in chosen}
 
 
 def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCall]) -> Rule:
@@ -92,14 +88,11 @@ def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCal
 
     def rule(player: Player, random: Random) -> trace.AnyCall | None:
         legal = random.random() < 0.9
-        pool = [
-            name for name, played in player.seqs.items() if is_legal(played.seq, event) == legal
-        ]
+        pool = [name for name, played in player.seqs.items() if may(played.seq, event) == legal]
         if not pool:
             return None
         name = random.choice(pool)
-        call = make(player.seqs[name], random, name)
-        return call if legal else replace(call, error=ILLEGAL)
+        return make(player.seqs[name], random, name)
 
     return rule
 
@@ -119,22 +112,18 @@ def _dummy(player: Player, random: Random) -> trace.AnyCall:
 
 def _resize(played: Played, random: Random, name: int) -> trace.AnyCall:
     seq = played.seq
-    tokens = _within(random, seq.written_tokens, seq.max_tokens)
-    legal = seq.written_tokens <= tokens <= seq.max_tokens
-    return trace.Resize(seq=name, tokens=tokens, error=None if legal else ILLEGAL)
+    return trace.Resize(seq=name, tokens=_within(random, seq.written_tokens, seq.max_tokens))
 
 
 def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
-    tokens = _within(random, 0, played.story.settled)
-    legal = 0 <= tokens <= played.story.settled
-    return trace.Rewind(seq=name, tokens=tokens, error=None if legal else ILLEGAL)
+    return trace.Rewind(seq=name, tokens=_within(random, 0, played.story.settled))
 
 
 def _commit(played: Played, random: Random, name: int) -> trace.AnyCall:
     most = played.story.settled - played.story.known
     count = max(0, _within(random, 0, most))
     ids = [random.randrange(1000) for _ in range(count)]
-    return trace.Commit(seq=name, tokens=ids, error=None if count <= most else ILLEGAL)
+    return trace.Commit(seq=name, tokens=ids)
 
 
 def _within(random: Random, low: int, high: int) -> int:
@@ -146,13 +135,11 @@ def _within(random: Random, low: int, high: int) -> int:
 
 
 def _step(player: Player, random: Random) -> trace.AnyCall | None:
-    ready = [name for name, played in player.seqs.items() if is_legal(played.seq, "step")]
+    ready = [name for name, played in player.seqs.items() if may(played.seq, "step")]
     others = [name for name in player.seqs if name not in ready]
     if others and random.random() < 0.05:
         names = [*ready, random.choice(others)]
-        return trace.Step(
-            step=player.next_name(), seqs=names, tokens=[0] * len(names), error=ILLEGAL
-        )
+        return trace.Step(step=player.next_name(), seqs=names, tokens=[0] * len(names))
     if not ready:
         return None
     names = random.sample(ready, random.randint(1, len(ready)))
@@ -160,10 +147,9 @@ def _step(player: Player, random: Random) -> trace.AnyCall | None:
     most = [seq.max_tokens - seq.scheduled_tokens for seq in rooms]
     burst = random.choice((1, 2, 8, player.config.max_tokens))
     tokens = [min(random.randint(0, burst), room) for room in most]
-    error = None
     if random.random() < 0.03:
-        tokens[0], error = most[0] + 1, ILLEGAL
-    return trace.Step(step=player.next_name(), seqs=names, tokens=tokens, error=error)
+        tokens[0] = most[0] + 1
+    return trace.Step(step=player.next_name(), seqs=names, tokens=tokens)
 
 
 def _settle(player: Player, random: Random) -> trace.AnyCall | None:
@@ -175,16 +161,9 @@ def _settle(player: Player, random: Random) -> trace.AnyCall | None:
     accepted = None
     if random.random() < 0.3:
         accepted = [random.randint(0, part.count) for part in launch.parts]
-    error = None if _in_order(launch) else ILLEGAL
     if random.random() < 0.03:
-        accepted, error = [launch.parts[0].count + 1] * len(launch.parts), ILLEGAL
-    return trace.Settle(step=name, accepted=accepted, error=error)
-
-
-def _in_order(launch: Launch) -> bool:
-    """Every earlier step of its sequences is settled."""
-    live = [part for part in launch.parts if part.lives and part.count]
-    return all(part.start == part.played.story.settled for part in live)
+        accepted = [launch.parts[0].count + 1] * len(launch.parts)
+    return trace.Settle(step=name, accepted=accepted)
 
 
 def _poll(player: Player, random: Random) -> trace.AnyCall:
