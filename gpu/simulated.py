@@ -22,6 +22,7 @@ class SimulatedDevice(Books):
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__()
         self.streams = Streams(streams, seed)
+        self._passed = SimulatedEvent(self, 0)
         self._default = self.streams.new("default")
         self._copy_streams = {
             direction: self.streams.new(f"copy {direction.value}") for direction in Direction
@@ -53,7 +54,8 @@ class SimulatedDevice(Books):
     def record(self, stream: Stream) -> SimulatedEvent:
         """The point behind everything that was launched on the stream so far."""
         self.enter("record")
-        return SimulatedEvent(self, self._own(stream).last)
+        owned = self._own(stream)
+        return self._passed if self.streams.eager else SimulatedEvent(self, owned.last)
 
     def copy(
         self,
@@ -153,7 +155,7 @@ class SimulatedDevice(Books):
     def _own(self, stream: Stream) -> SimulatedStream:
         if stream is None:
             return self._default
-        if isinstance(stream, SimulatedStream) and stream in self.streams.streams:
+        if isinstance(stream, SimulatedStream) and stream.owner is self.streams:
             return stream
         raise DeviceError("stream", f"{stream!r} is not a stream of this device")
 

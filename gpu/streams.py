@@ -29,6 +29,7 @@ Runs = tuple[tuple[int, int], ...]
 class SimulatedStream:
     """Work of one stream runs in the order of its launch."""
 
+    owner: object
     number: int
     name: str
     queue: deque[Work] = field(factory=deque)
@@ -63,7 +64,7 @@ class Streams:
 
     def new(self, name: str) -> SimulatedStream:
         """A stream of its own."""
-        stream = SimulatedStream(len(self.streams), name)
+        stream = SimulatedStream(self, len(self.streams), name)
         self.streams.append(stream)
         return stream
 

@@ -9,7 +9,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Final
 
@@ -31,7 +31,7 @@ class Actor:
         self.fault: str | None = None
         self.quiesce: Callable[[], None] = lambda: None
         """Waits for all issued work and delivers it; whoever delivers puts it here."""
-        self._handlers: Final[dict[str, Callable[[Plan, list[Act], Undo], None]]] = {
+        handlers: dict[str, Callable[[Plan, list[Act], Undo], None]] = {
             "create": self._create,
             "release": self._release,
             "map": self._map,
@@ -40,22 +40,31 @@ class Actor:
             "copy_out": self._copy_out,
             "copy_in": self._copy_in,
         }
+        self._handlers: Final = {action: handlers[action] for action in ACTIONS}
 
     def run(self, plan: Plan) -> None:
         """Do everything that the plan asks for, or nothing. Raises DeviceError or DeviceFault."""
-        if not plan.actions:
+        acts = plan.acts
+        if not acts:
             return
         undo: Undo = []
         try:
-            for action in ACTIONS if len(plan.actions) > 1 else plan.actions:
-                if action in plan.actions:
-                    self._handlers[action](plan, plan.actions[action], undo)
+            if len(acts) == 1:
+                self._handlers[acts[0][0].action or ""](plan, acts, undo)
+            else:
+                self._run_all(plan, undo)
         except DeviceError:
             self._undo(undo)
             raise
         except DeviceFault as fault:
             self.poison(str(fault))
             raise
+
+    def _run_all(self, plan: Plan, undo: Undo) -> None:
+        for action, handler in self._handlers.items():
+            acts = [act for act in plan.acts if act[0].action == action]
+            if acts:
+                handler(plan, acts, undo)
 
     def poison(self, why: str) -> None:
         """From now on the manager refuses work."""
@@ -71,29 +80,28 @@ class Actor:
 
     def _create(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         """Give the frames that begin to exist their numbers."""
-        for act in acts:
-            assert isinstance(act.cells, Frames)
-            made = self.device.create(act.high - act.low, self.frame_bytes)
-            act.cells.ids[act.low : act.high] = made
+        for _, cells, low, high, _ in acts:
+            assert isinstance(cells, Frames)
+            made = self.device.create(high - low, self.frame_bytes)
+            cells.ids[low:high] = made
             undo.append(partial(self.device.release, made))
 
     def _release(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
-        for act in acts:
-            assert isinstance(act.cells, Frames)
-            self.device.release(act.cells.ids[act.low : act.high])
+        for _, cells, low, high, _ in acts:
+            assert isinstance(cells, Frames)
+            self.device.release(cells.ids[low:high])
 
     def _map(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         """Map frames behind those that their ranges have, all in one call."""
         runs: list[MapRun] = []
         frontier: dict[int, int] = {}
-        for act in acts:
-            cells, into = act.cells, act.into
+        for _, cells, low, high, into in acts:
             assert isinstance(cells, Frames)
             assert into is not None
             at = frontier.get(id(into), len(into.ids))
             address = into.owner.base + at * self.frame_bytes
-            runs.append(MapRun(address, cells.ids[act.low : act.high]))
-            frontier[id(into)] = at + act.high - act.low
+            runs.append(MapRun(address, cells.ids[low:high]))
+            frontier[id(into)] = at + high - low
         self.device.map(runs)
         mapped = [UnmapRun(run.address, len(run.frames)) for run in runs]
         undo.append(partial(self._unmap_again, mapped))
@@ -106,8 +114,8 @@ class Actor:
     def _unmap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         self.device.unmap(
             [
-                UnmapRun(act.cells.owner.base + act.low * self.frame_bytes, act.high - act.low)
-                for act in acts
+                UnmapRun(cells.owner.base + low * self.frame_bytes, high - low)
+                for _, cells, low, high, _ in acts
             ]
         )
 
@@ -119,36 +127,32 @@ class Actor:
             raise DeviceFault(f"scrub failed, the manager is poisoned: {error}") from error
 
     def _memory(self, act: Act) -> FillRun:
-        if isinstance(act.cells, Frames):
-            base, size = act.cells.owner.base, self.frame_bytes
+        _, cells, low, high, _ = act
+        if isinstance(cells, Frames):
+            base, size = cells.owner.base, self.frame_bytes
         else:
             base, size = self.host.address, self.host.block_bytes
-        return FillRun(base + act.low * size, (act.high - act.low) * size)
+        return FillRun(base + low * size, (high - low) * size)
 
     def _copy_out(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
-        row = acts[0].row
         event = plan.event
-        if event is None and "steps" in row.after:
+        if event is None and "steps" in acts[0][0].after:
             event = self.device.record(plan.stream)
+        after = () if event is None else (event,)
         runs = [CopyRun(host, gpu, size) for gpu, host, size in self._pieces(plan)]
-        after = [] if event is None else [event]
         plan.token = self.device.copy(Direction.OUT, runs, after=after)
 
     def _copy_in(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
-        row = acts[0].row
+        before = (plan.stream,) if "stream" in acts[0][0].before else ()
         runs = [CopyRun(gpu, host, size) for gpu, host, size in self._pieces(plan)]
-        before = [plan.stream] if "stream" in row.before else []
         plan.token = self.device.copy(Direction.IN, runs, before=before)
 
-    def _pieces(self, plan: Plan) -> list[tuple[int, int, int]]:
+    def _pieces(self, plan: Plan) -> Iterator[tuple[int, int, int]]:
         """(GPU address, host address, bytes) for each run of host slots, up to the plan's size."""
-        pieces = []
         gpu, left, block = plan.base, plan.size_bytes, self.host.block_bytes
         for _, low, high in plan.room:
             size = min((high - low) * block, left)
-            if not size:
-                break
-            pieces.append((gpu, self.host.address + low * block, size))
+            if size:
+                yield gpu, self.host.address + low * block, size
             gpu += size
             left -= size
-        return pieces

@@ -45,6 +45,10 @@ class Range:
     def __str__(self) -> str:
         return f"range {self.number}"
 
+    def enter(self, code: int) -> None:
+        """Change the state."""
+        self.state = code
+
     @property
     def holds(self) -> int:
         """How many holders its fence still waits for."""

@@ -192,6 +192,6 @@ class Flight:
             runs.hand_over(seq, plan.operands)
             self.columns.set_scheduled(seq.row, seq.length_tokens)
         elif transfer.inward or not ok:
-            seq.slots, seq.held_tokens = [], 0
+            seq.slots, seq.held_tokens = (), 0
         if transfer.outward and not ok:
             seq.forget_tokens()

@@ -41,14 +41,14 @@ from kvstate.flight import Flight
 from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
 from kvstate.sequence import Batch, Column, Columns, Sequence, Step, Transfer
-from kvstate.spec.compiled import MACHINES, ObjectEvent
+from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
 from kvstate.tiers import GpuTier, HostTier
 
 log = logging.getLogger("kvstate")
 T = TypeVar("T")
 
-_ROUNDS: Final = 3
+_ROUNDS: Final = 4
 """How often a call looks for what its plan is short of."""
 
 _RESUME: Final = MACHINES.object("sequence.resume")
@@ -186,8 +186,7 @@ class Manager:
         self._enter()
         if seq.writing:
             self.flight.quiesce()
-        self._legal(_RESUME, seq)
-        plan, range_ = self._attempt(lambda: self._plan_resume(seq, stream))
+        plan, range_ = self._attempt(_RESUME, seq, self._plan_resume, stream)
         self.actor.run(plan)
         if plan.token is not None:
             self._issue(plan, Transfer(plan.token, seq, range_, seq.slots, inward=True))
@@ -202,7 +201,7 @@ class Manager:
         self._set_capacity(seq)
         self.counters["starts" if plan.token is None else "resumes"] += 1
 
-    def _plan_resume(self, seq: Sequence, stream: Stream) -> tuple[Plan, Range]:
+    def _plan_resume(self, chosen: ObjectRow, seq: Sequence, stream: Stream) -> tuple[Plan, Range]:
         tokens = seq.held_tokens
         frames, extent = self.geometry.frames(tokens), self.geometry.extent(seq.max_tokens)
         if not self.admits(tokens):
@@ -212,12 +211,13 @@ class Manager:
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
         plan = self._plan_frames(seq, {range_: frames})
-        plan.copies(range_.base, seq.slots, tokens * self.geometry.row_bytes, stream)
+        plan.base, plan.room, plan.stream = range_.base, seq.slots, stream
+        plan.size_bytes = tokens * self.geometry.row_bytes
         plan.operands = self._growth(plan, seq, range_, frames, opened=seq.held_pages)
         plan.operands |= runs.hosted(seq)
         plan.operands |= {"adopted": (parked,)} if parked else {"reserved": (range_,)}
         plan.operands |= {"parked_pages": ((range_.pages, 0, len(range_.pages.states)),)}
-        plan.move(_RESUME, seq)
+        plan.move(_RESUME, seq, chosen)
         return plan, range_
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
@@ -253,19 +253,22 @@ class Manager:
         self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None
     ) -> None:
         """Give every sequence that many charged frames, in one pass of maps for all of them."""
-        plan = self._attempt(lambda: self._plan_grow(wanted, what, batch))
+        plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch)
         self.actor.run(plan)
         self.flight.settle(plan)
         for seq, _ in wanted:
             self._set_capacity(seq)
 
     def _plan_grow(
-        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None
+        self,
+        chosen: ObjectRow,
+        first: Sequence,
+        wanted: list[tuple[Sequence, int]],
+        what: str,
+        batch: Batch | None,
     ) -> Plan:
         if batch is not None and batch.version != self.columns.version:
             self._check_step(batch)
-        for seq, _ in wanted:
-            self._legal(_GROW, seq)
         uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
         plan = self._plan_frames(what, uses)
         for (seq, frames), range_ in zip(wanted, uses, strict=True):
@@ -312,7 +315,7 @@ class Manager:
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
         ends = columns.scheduled + counts
-        over = ends > columns.capacity
+        over = (ends > columns.capacity) & batch.named
         if np.count_nonzero(over):
             self._grow_batch(batch, over, ends)
             ends = columns.scheduled + counts
@@ -457,8 +460,7 @@ class Manager:
         self._enter()
         if seq.loading:
             self.flight.quiesce()
-        self._legal(_SUSPEND, seq)
-        plan = self._attempt(lambda: self._plan_suspend(seq, after))
+        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
         if not plan.room:
             self._fence(seq, after)
         self.actor.run(plan)
@@ -470,18 +472,19 @@ class Manager:
         seq.slots, seq.held_tokens = plan.room, seq.scheduled_tokens
         self.counters["suspends"] += 1
 
-    def _plan_suspend(self, seq: Sequence, after: Event) -> Plan:
+    def _plan_suspend(self, chosen: ObjectRow, seq: Sequence, after: Event) -> Plan:
         assert seq.range is not None
-        blocks = self.geometry.blocks(seq.written_tokens)
-        room = self.host.room(blocks) if blocks else []
+        tokens = seq.written_tokens
+        blocks = self.geometry.blocks(tokens)
+        room = self.host.room(blocks)
         if room is None:
             host = self.host
             raise HostExhausted(str(seq), blocks, host.free, host.coming, host.capacity)
         plan = self.flight.plan()
-        size_bytes = seq.written_tokens * self.geometry.row_bytes
-        plan.copies(seq.range.base, room, size_bytes, seq.stream, after)
+        plan.base, plan.room, plan.stream, plan.event = seq.range.base, room, seq.stream, after
+        plan.size_bytes = tokens * self.geometry.row_bytes
         plan.operands = runs.freeing(seq, self.geometry, blocks) | {"room": room}
-        plan.move(_SUSPEND, seq)
+        plan.move(_SUSPEND, seq, chosen)
         return plan
 
     def drop(self, seq: Sequence, after: Event = None) -> None:
@@ -512,13 +515,13 @@ class Manager:
         self.actor.run(plan)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
-        seq.transfer, seq.slots = None, []
+        seq.transfer, seq.slots = None, ()
 
     def _fence(self, seq: Sequence, after: Event) -> None:
         """Let the caller's event hold the range that the sequence is about to leave."""
         if after is not None and seq.range is not None:
             token = self.device.copy(Direction.OUT, (), after=[after])
-            self.flight.issue(Transfer(token, seq, seq.range, []))
+            self.flight.issue(Transfer(token, seq, seq.range, ()))
 
     # Time, and the end.
 
@@ -596,21 +599,25 @@ class Manager:
         if event.decide(subject) is None:
             raise illegal_object(event, subject)
 
-    def _attempt(self, build: Callable[[], T]) -> T:
-        """Build a plan. If something is short, find it and build again.
+    def _attempt(self, event: ObjectEvent, seq: Sequence, build: Callable[..., T], *args: Any) -> T:
+        """Build a plan for an event that is legal. If something is short, find it, build again.
 
         What is found is there for good, and the one quiesce is made once: a few rounds are enough
         for a plan that came to use another range.
         """
         for _ in range(_ROUNDS):
+            chosen = event.decide(seq)
+            if chosen is None:
+                raise illegal_object(event, seq)
             try:
-                return build()
-            except CapacityError as short:
-                try:
-                    self._find(short)
-                except CapacityError:
-                    raise self._refused(short) from None
-        return build()
+                return build(chosen, seq, *args)
+            except CapacityError as error:
+                short = error
+            try:
+                self._find(short)
+            except CapacityError:
+                break
+        raise self._refused(short)
 
     def _find(self, short: CapacityError) -> None:
         """Find what a plan is short of. Raises `short` if there is nothing to wait for."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from itertools import groupby
-from typing import Any, NamedTuple
+from typing import Any
 
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
@@ -44,15 +44,9 @@ class Frames(Cells):
         self.ids: list[int] = []
 
 
-class Act(NamedTuple):
-    """What the device is to do because a row fired: the row's action, on these cells."""
-
-    row: Row
-    cells: Cells
-    low: int
-    high: int
-    into: Frames | None
-    """Where the cells go, if they leave their owner."""
+Act = tuple[Row, Cells, int, int, Frames | None]
+"""What the device is to do because a row fired: the row, its cells from one ordinal up to another,
+and where they go if they leave their owner."""
 
 
 class Coverage:
@@ -61,7 +55,7 @@ class Coverage:
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
 
-    def cells(self, event: CellEvent, before: bytes) -> None:
+    def cells(self, event: CellEvent, before: bytearray) -> None:
         """Count the rows that an event fires on these states."""
         for code in set(before):
             self._count(row_key(event.machine, event.rows[code]))
@@ -77,35 +71,31 @@ class Coverage:
 class Plan:
     """What one call would change. `operands` names the runs that links are fired over."""
 
-    __slots__ = (
-        "actions", "base", "coverage", "event", "holds", "ignored", "moves", "operands", "room",
-        "size_bytes", "spare", "splices", "stream", "taken", "tallies", "token",
-    )  # fmt: skip
+    # What only some plans have is kept on the class until they set it: plans are made often.
+    operands: Mapping[str, Iterable[Any]] = {}
+    taken = 0
+    """Pooled frames that the plan has taken."""
+    spare = 0
+    """Pooled frames that nobody in the plan needs."""
+    token: int | None = None
+    """The copy that was issued."""
+    # A copy of this plan is between a range's base and these host slots, on this side of a stream.
+    base = 0
+    room: Sequence[Run] = ()
+    size_bytes = 0
+    stream: Stream = None
+    event: Event = None
 
     def __init__(self, coverage: Coverage | None, ignored: str | None) -> None:
         self.coverage = coverage
         self.ignored = ignored
         """An action that the configuration does not want."""
-        self.operands: Mapping[str, Iterable[Any]] = {}
-        self.actions: dict[str, list[Act]] = {}
+        self.acts: list[Act] = []
         self.splices: list[tuple[MutableSequence[int], int, int, Sequence[int]]] = []
         self.tallies: list[tuple[list[int], bytearray, bytearray]] = []
         self.moves: list[tuple[Any, ObjectRow]] = []
         self.holds: list[tuple[Any, tuple[str, ...]]] = []
         """Objects whose rows change named holds."""
-        self.taken = 0
-        """Pooled frames that the plan has taken."""
-        self.spare = 0
-        """Pooled frames that nobody in the plan needs."""
-        self.token: int | None = None
-        """The copy that was issued."""
-
-    def copies(
-        self, base: int, room: list[Run], size_bytes: int, stream: Stream, event: Event = None
-    ) -> None:
-        """Say what a copy of this plan would be between: a range's base and host slots."""
-        self.base, self.room, self.size_bytes = base, room, size_bytes
-        self.stream, self.event = stream, event
 
     def fire(
         self, event: CellEvent, cells: Cells, low: int, high: int, into: Frames | None = None
@@ -131,7 +121,7 @@ class Plan:
         if event.action is not None and event.action != self.ignored:
             self._act_later(event, cells, low, before, into)
         if self.coverage is not None:
-            self.coverage.cells(event, bytes(before))
+            self.coverage.cells(event, before)
 
     def _hand_over(
         self, cells: Frames, low: int, high: int, into: Frames, after: Sequence[int]
@@ -150,21 +140,20 @@ class Plan:
     ) -> None:
         """Note the actions that the fired rows name, one entry a run of equal source states."""
         if event.uniform:
-            acts = [Act(event.rows[before[0]], cells, low, low + len(before), into)]
-        else:
-            acts = []
-            for code, group in groupby(before):
-                size = sum(1 for _ in group)
-                if event.rows[code].action:
-                    acts.append(Act(event.rows[code], cells, low, low + size, into))
-                low += size
-        if acts:
-            assert event.action is not None
-            self.actions.setdefault(event.action, []).extend(acts)
+            self.acts.append((event.rows[before[0]], cells, low, low + len(before), into))
+            return
+        for code, group in groupby(before):
+            size = sum(1 for _ in group)
+            if event.rows[code].action:
+                self.acts.append((event.rows[code], cells, low, low + size, into))
+            low += size
 
-    def move(self, event: ObjectEvent, subject: Any) -> None:
-        """Fire an event on an object, and over the operands whatever the event moves with it."""
-        chosen = event.decide(subject)
+    def move(self, event: ObjectEvent, subject: Any, chosen: ObjectRow | None = None) -> None:
+        """Fire an event on an object, and over the operands whatever the event moves with it.
+
+        `chosen` is the enabled row, if it is known. Raises IllegalTransition if there is none.
+        """
+        chosen = chosen or event.decide(subject)
         if chosen is None:
             raise illegal_object(event, subject)
         self.moves.append((subject, chosen))
@@ -188,7 +177,7 @@ class Plan:
         for counts, before, after in self.tallies:
             _tally(counts, before, after)
         for subject, chosen in self.moves:
-            subject.state = chosen.code
+            subject.enter(chosen.code)
             if chosen.apply is not None:
                 chosen.apply(subject)
 

@@ -9,6 +9,7 @@ remembers (`scheduled`, `life`) are replaced and never written into.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -71,24 +72,25 @@ class Columns:
 class Transfer:
     """A copy between tiers that was issued, or (with neither direction) a wait for an event."""
 
-    __slots__ = ("inward", "life", "outward", "range", "seq", "slots", "state", "token")
+    __slots__ = ("inward", "kind", "life", "outward", "range", "seq", "slots", "state", "token")
 
     def __init__(
-        self, token: int, seq: Sequence, range_: Range, slots: list[Run],
+        self, token: int, seq: Sequence, range_: Range, slots: Sequence_[Run],
         *, outward: bool = False, inward: bool = False,
     ) -> None:  # fmt: skip
         self.token, self.seq, self.range, self.slots = token, seq, range_, slots
         self.outward, self.inward = outward, inward
+        self.kind = "transfer" if outward or inward else "fence"
+        """As what it holds its range: a copy, or a wait for the caller's event."""
         self.life = seq.life
         self.state = ISSUED.code
 
     def __str__(self) -> str:
         return f"transfer {self.token} of {self.seq}"
 
-    @property
-    def kind(self) -> str:
-        """As what it holds a range: a copy, or a wait for the caller's event."""
-        return "transfer" if self.inward or self.outward else "fence"
+    def enter(self, code: int) -> None:
+        """Change the state."""
+        self.state = code
 
     @property
     def current(self) -> bool:
@@ -100,8 +102,8 @@ class Sequence:
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
-        "_life", "_state", "columns", "commits", "held_tokens", "keys", "kv", "max_tokens", "pages",
-        "range", "row", "salt", "slots", "stream", "transfer", "uid",
+        "_life", "columns", "commits", "held_tokens", "keys", "kv", "max_tokens", "pages",
+        "range", "row", "salt", "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
 
     def __init__(
@@ -111,11 +113,11 @@ class Sequence:
         self.columns = kv.columns
         self.max_tokens, self.salt, self.commits = max_tokens, salt, commits
         self._life = int(self.columns.life[row])
-        self._state = CREATED.code
-        self.columns.states[row] = CREATED.code
+        self.state = self.columns.states[row] = CREATED.code
+        """The code of its state."""
         self.pages = Cells(self, bytearray(kv.geometry.blocks(max_tokens)))
         self.range: Range | None = None
-        self.slots: list[Run] = []
+        self.slots: Sequence_[Run] = ()
         """Its host slots, in the order of its pages."""
         self.held_tokens = 0
         """Tokens whose bytes its host slots have, or will have."""
@@ -132,16 +134,10 @@ class Sequence:
 
     # What guards and effects of the sequence table read and write.
 
-    @property
-    def state(self) -> int:
-        """The code of its state."""
-        return self._state
-
-    @state.setter
-    def state(self, code: int) -> None:
-        if code != self._state:
-            self._state = code
-            self.columns.states[self.row] = code
+    def enter(self, code: int) -> None:
+        """Change the state."""
+        if code != self.state:
+            self.state = self.columns.states[self.row] = code
             self.columns.version += 1
 
     @property
@@ -184,7 +180,7 @@ class Sequence:
     @property
     def state_name(self) -> str:
         """The name of its state."""
-        return SEQUENCE.states[self._state].name
+        return SEQUENCE.states[self.state].name
 
     @property
     def length_tokens(self) -> int:
@@ -231,7 +227,7 @@ class Sequence:
         """Its bytes are gone: it has no tokens and knows none."""
         self.columns.known[self.row] = 0
         self.columns.set_lengths(self.row, 0)
-        self.slots, self.keys, self.held_tokens = [], [], 0
+        self.slots, self.keys, self.held_tokens = (), [], 0
 
     # What a caller does.
 
@@ -275,7 +271,7 @@ class Batch:
     its sequences is then worked out once.
     """
 
-    __slots__ = ("_counts", "_tokens", "mask", "members", "rows", "seqs", "version")
+    __slots__ = ("_counts", "_tokens", "mask", "members", "named", "rows", "seqs", "version")
 
     def __init__(self, width: int, seqs: Iterable[Sequence]) -> None:
         self.members: dict[Sequence, int] = {}
@@ -283,7 +279,8 @@ class Batch:
         self.seqs: tuple[Sequence, ...] = ()
         self.rows: Column = np.zeros(0, np.int64)
         self.mask: Column = np.zeros(width, np.int64)
-        """1 for the rows of its members."""
+        """1 for the rows of its members; `named` is the same as truth values."""
+        self.named = self.mask.astype(np.bool_)
         self._counts = self.mask
         self._tokens: int | None = None
         self.version = -1
@@ -329,6 +326,7 @@ class Batch:
         self.rows = np.fromiter(self.members.values(), np.int64, len(self.members))
         self.mask = np.zeros_like(self.mask)
         self.mask[self.rows] = 1
+        self.named = self.mask.astype(np.bool_)
         self._tokens = None
         self.version = -1
 
@@ -355,6 +353,10 @@ class Step:
 
     def __str__(self) -> str:
         return f"step {self.number}"
+
+    def enter(self, code: int) -> None:
+        """Change the state."""
+        self.state = code
 
     @property
     def start_tokens(self) -> Column:

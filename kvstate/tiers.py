@@ -92,6 +92,8 @@ class HostTier:
         """
         if count > self.free:
             return None
+        if not count:
+            return []
         states, wanted = self.cells.states, bytes([FREE.code]) * count
         at = states.find(wanted, self._cursor)
         if at < 0:

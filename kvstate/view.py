@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvstate.manager import Manager
 from kvstate.plan import Run
 from kvstate.sequence import Sequence, Step
@@ -98,5 +100,5 @@ def _step(step: Step) -> StepFact:
     return StepFact(step.number, step.state == STEP_LANDED.code, writes)
 
 
-def _slots(runs: list[Run]) -> tuple[int, ...]:
+def _slots(runs: Iterable[Run]) -> tuple[int, ...]:
     return tuple(slot for _, low, high in runs for slot in range(low, high))
