@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Final
@@ -26,10 +27,20 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstate import trace
 from kvstate.campaign import fuzz as fuzzing
+from kvstate.campaign.engine import Engine, Outcome, Request
 from kvstate.campaign.fuzz import Failure, Tally
 from kvstate.campaign.player import Broken
+from kvstate.campaign.replay import (
+    read_mooncake,
+    replay_report,
+    replay_table,
+    scaled,
+    serving_config,
+)
+from kvstate.campaign.replay import uniform as uniform_requests
 from kvstate.campaign.report import Found, found, fuzz_report, fuzz_table, program_text
 from kvstate.campaign.workers import run_workers
+from kvstate.config import GpuTier, HostTier, LayerSpec
 from kvstate.device import ByteDevice
 from kvstate.errors import KvStateError
 from kvstate.gpu import open_device
@@ -99,7 +110,9 @@ def fuzz(
     if not failures:
         enough = fuzzing.until(None if calls else seconds, calls)
         with _progress(json) as tell:
-            total = run_workers(seed, workers, opened, streams.value, enough, tell)
+            total = run_workers(
+                seed, workers, opened, streams.value, enough, lambda now: tell(_fuzz_line(now))
+            )
         failures = [_tell_failure(failure, save) for failure in total.failures]
     took = monotonic() - started
     report = fuzz_report(seed, name, streams.value, workers, took, total, failures, demand)
@@ -109,14 +122,83 @@ def fuzz(
 
 @app.command()
 def replay(
-    source: Annotated[Path, typer.Argument(help="A kvstate trace.", exists=True, dir_okay=False)],
+    source: Annotated[
+        Path | None,
+        typer.Argument(help="A kvstate trace, or a Mooncake one.", exists=True, dir_okay=False),
+    ] = None,
     *,
+    uniform: Annotated[
+        str | None, typer.Option(help="Instead: requests of one size, as PROMPT,OUTPUT.")
+    ] = None,
+    requests: Annotated[int | None, typer.Option(min=1, help="How many requests.")] = None,
+    scale: Annotated[float, typer.Option(min=0.0, help="Multiply all lengths.")] = 1.0,
+    batch: Annotated[int, typer.Option(min=1, help="Requests that run at one time.")] = 32,
+    chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a request and step.")] = 2048,
+    layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,
+    kv_heads: Annotated[int, typer.Option(min=1, help="KV heads of a layer.")] = 1,
+    head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 8,
+    dtype: Annotated[str, typer.Option(help="Type of an element.")] = "float16",
+    block: Annotated[int, typer.Option(min=1, help="Tokens a block.")] = 32,
+    frame: Annotated[int, typer.Option(min=1, help="Bytes of a frame.")] = 4096,
+    gpu: Annotated[int, typer.Option(min=1, help="Frames of GPU memory.")] = 4096,
+    host: Annotated[int, typer.Option(min=0, help="Host memory, in frames.")] = 4096,
     device: DeviceOption = Kind.AUTO,
+    streams: StreamsOption = Streams.EAGER,
+    skip_malformed: Annotated[bool, typer.Option(help="Skip lines that cannot be read.")] = False,
+    json: JsonOption = False,
 ) -> None:
-    """Replay a recorded trace through manager and device, checking everything again."""
+    """Replay a recorded trace, or a serving trace through a simple batching engine."""
+    if source is not None and trace.is_trace(source):
+        _replay_calls(source, device)
+        return
+    if (source is None) == (uniform is None):
+        raise typer.BadParameter("name a trace, or give --uniform PROMPT,OUTPUT, and not both")
+    shape = LayerSpec(kv_heads, head_dim, dtype, layers)
+    tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
+    config = serving_config(shape, *tiers, block=block, batch=batch)
+    found, skipped = _requests(source, uniform, requests, skip_malformed)
+    work = [scaled(request, scale, config.max_tokens) for request in found]
+    engine = Engine(config, open_named(device.value, streams.value, 0), batch, chunk)
+    started = monotonic()
+    with _progress(json) as tell:
+        outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))
+    report = replay_report(engine, outcome, len(work), skipped, monotonic() - started)
+    _show(report, json, replay_table(report))
+    held = not report.mismatches and not report.violations
+    raise typer.Exit(HELD if held and report.requests_finished == len(work) else BROKEN)
+
+
+def _replay_calls(source: Path, device: Kind) -> None:
+    """Play a recorded trace again and check everything."""
     header, calls = trace.read(source)
     player = fuzzing.play(header, calls, partial(open_named, device.value))
     err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
+
+
+def _requests(
+    source: Path | None, uniform: str | None, count: int | None, skip: bool
+) -> tuple[list[Request], int]:
+    """The requests that the options ask for, and how many lines were skipped."""
+    if source is not None:
+        lines = list(islice(read_mooncake(source, skip), count))
+        found = [line for line in lines if line is not None]
+        return found, len(lines) - len(found)
+    try:
+        prompt, output = map(int, (uniform or "").split(","))
+        return uniform_requests(count or 100, prompt, output), 0
+    except ValueError as error:
+        raise typer.BadParameter(f"--uniform is PROMPT,OUTPUT in tokens: {error}") from error
+
+
+def _replay_line(outcome: Outcome, total: int) -> str:
+    finished = f"{outcome.requests_finished:,} of {total:,} requests"
+    return f"{finished}, {outcome.steps:,} steps, {outcome.bytes_verified:,} bytes verified"
+
+
+def _fuzz_line(tally: Tally) -> str:
+    rows = sum(1 for key in fuzzing.ROWS if tally.rows[key])
+    text = f"{tally.calls:,} calls, {rows} of {len(fuzzing.ROWS)} rows"
+    return f"{text}, {tally.bytes_verified:,} bytes verified"
 
 
 def _known(folders: list[Path], opened: fuzzing.OpenDevice) -> list[Found]:
@@ -145,18 +227,12 @@ def _tell_failure(failure: Failure, folder: Path) -> Found:
 
 
 @contextmanager
-def _progress(json: bool) -> Iterator[Callable[[Tally], None]]:
-    """A line on the terminal that follows the sum; silent where nobody looks."""
+def _progress(json: bool) -> Iterator[Callable[[str], None]]:
+    """A line on the terminal that says how far it is; silent where nobody looks."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=err, disable=not err.is_terminal) as bar:
+    with Progress(*columns, console=err, disable=json or not err.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
-
-        def tell(tally: Tally) -> None:
-            rows = sum(1 for key in fuzzing.ROWS if tally.rows[key])
-            text = f"{tally.calls:,} calls, {rows} of {len(fuzzing.ROWS)} rows"
-            bar.update(task, description=f"{text}, {tally.bytes_verified:,} bytes verified")
-
-        yield tell
+        yield lambda text: bar.update(task, description=text)
 
 
 def _show(report: msgspec.Struct, json: bool, table: RenderableType) -> None:

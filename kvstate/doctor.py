@@ -20,6 +20,7 @@ import resource
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from importlib import import_module, metadata
 from pathlib import Path
 from statistics import median
@@ -36,7 +37,6 @@ from kvstate.device import CopyRun, Direction, MapRun, UnmapRun
 from kvstate.errors import DeviceError
 from kvstate.gpu.host import PAGE_BYTES, HostDevice
 
-GIB: Final = 1 << 30
 TIB: Final = 1 << 40
 FRAME_BYTES: Final = 2 * MIB
 RESERVATIONS_BYTES: Final = (TIB, 4 * TIB, 16 * TIB, 64 * TIB)
@@ -44,6 +44,8 @@ RESERVATIONS_BYTES: Final = (TIB, 4 * TIB, 16 * TIB, 64 * TIB)
 TIMED_CALLS: Final = 50
 OPEN_FILES: Final = 256
 """Open files that are plenty: one for each host device, some dozens for each CUDA context."""
+
+_UNITS: Final = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB", "EiB")
 
 Value = int | float | str | bool | None
 
@@ -109,11 +111,11 @@ def _asked(name: str, ask: Callable[[], Iterator[Finding]]) -> Iterator[Finding]
     try:
         yield from ask()
     except Exception as error:
-        yield Finding(name, None, f"could not be found out: {_reason(error)}", False)
+        yield Finding(name, None, f"This could not be found out: {_reason(error)}.", False)
 
 
 def _reason(error: Exception) -> str:
-    text = " ".join(str(error).split())
+    text = " ".join(str(error).split()).rstrip(".")
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
@@ -127,15 +129,10 @@ def _shown(name: str, value: Value) -> str:
     return f"{value:,}" if isinstance(value, int | float) else value
 
 
-def _size(size_bytes: float) -> str:
+def _size(size_bytes: int) -> str:
     """A size for people: 24 GiB, 1.5 TiB."""
-    for unit in ("bytes", "KiB", "MiB", "GiB", "TiB"):
-        if size_bytes < 1024:
-            break
-        size_bytes /= 1024
-    else:
-        size_bytes, unit = size_bytes * 1024, "TiB"
-    return f"{size_bytes:.4g} {unit}"
+    power = max(size_bytes.bit_length() - 1, 0) // 10
+    return f"{size_bytes / 1024**power:.4g} {_UNITS[power]}"
 
 
 # The system.
@@ -144,23 +141,23 @@ def _size(size_bytes: float) -> str:
 def _kernel() -> Iterator[Finding]:
     system, release = platform.system(), platform.release()
     linux = system == "Linux"
-    follows = "memfd frames and fixed mappings exist" if linux else "the host device needs Linux"
-    yield Finding("kernel", f"{system} {release}", f"{follows}.", linux)
+    text = "The host device can be tried." if linux else "The host device needs Linux."
+    yield Finding("kernel", f"{system} {release}", text, linux)
 
 
 def _cpus() -> Iterator[Finding]:
     count = len(psutil.Process().cpu_affinity())
-    yield Finding("cpus_count", count, f"a campaign can keep {count} workers busy.")
+    yield Finding("cpus_count", count, f"A campaign can keep {count} workers busy.")
 
 
 def _memory() -> Iterator[Finding]:
     total = psutil.virtual_memory().total
     usable = _usable_memory(total)
-    yield Finding("memory_bytes", total, f"{_size(total)} of memory is in the machine.")
     if usable < total:
-        text = f"this process's control group may use {_size(usable)} of it, then it is killed."
+        text = f"A control group lets this process use {_size(usable)}, and kills it beyond that."
     else:
-        text = "no control group allows less."
+        text = "No control group allows less than the machine has."
+    yield Finding("memory_bytes", total, "What the machine has.")
     yield Finding("memory_usable_bytes", usable, text)
 
 
@@ -189,31 +186,33 @@ def _mappings() -> Iterator[Finding]:
     limit = int(Path("/proc/sys/vm/max_map_count").read_text(encoding="utf-8"))
     used = len(Path("/proc/self/maps").read_text(encoding="utf-8").splitlines())
     frames = max(0, limit - used)
+    enough = frames * FRAME_BYTES >= psutil.virtual_memory().total
+    advice = "" if enough else "; raise vm.max_map_count to map all memory"
     yield Finding(
         "max_map_count", limit,
-        f"each run of frames can be one mapping, so at worst {frames:,} frames fit beside the "
-        f"{used:,} mappings of now: {_size(frames * FRAME_BYTES)} in frames of 2 MiB, "
-        f"{_size(frames * PAGE_BYTES)} in frames of 4 KiB (sysctl vm.max_map_count).",
-        frames * FRAME_BYTES >= psutil.virtual_memory().total,
+        f"Each run of frames can be one mapping, so if no two are neighbours about {frames:,} "
+        f"frames fit beside the {used:,} mappings of now: {_size(frames * FRAME_BYTES)} in frames "
+        f"of 2 MiB, {_size(frames * PAGE_BYTES)} in frames of 4 KiB{advice}.",
+        enough,
     )  # fmt: skip
 
 
 def _locked() -> Iterator[Finding]:
     limit = _limit(resource.RLIMIT_MEMLOCK)
-    amount = "any amount" if limit is None else _size(limit)
+    amount = "Any amount" if limit is None else _size(limit)
     yield Finding(
         "memlock_limit_bytes", limit,
-        f"{amount} of memory may be locked by mlock (ulimit -l); the host device locks none.",
+        f"{amount} of memory may be locked (ulimit -l); the host device locks none.",
     )  # fmt: skip
 
 
 def _files() -> Iterator[Finding]:
     limit = _limit(resource.RLIMIT_NOFILE)
     enough = limit is None or limit >= OPEN_FILES
-    follows = "plenty" if enough else f"fewer than {OPEN_FILES}, which may be too few"
+    advice = "" if enough else f"; raise it to {OPEN_FILES} (ulimit -n)"
     yield Finding(
         "open_files_limit", limit,
-        f"a host device takes one open file, a CUDA context some dozens: {follows} (ulimit -n).",
+        f"A host device takes one open file, a CUDA context some dozens{advice}.",
         enough,
     )  # fmt: skip
 
@@ -234,14 +233,14 @@ def _reservation() -> Iterator[Finding]:
             if not _reservable(device, size_bytes):
                 break
             largest = size_bytes
-    follows = (
-        f"{_size(largest)} of addresses can be reserved at once; an arena takes at most "
-        f"{_size(MAX_ARENA_BYTES)} unless the configuration says more."
-        if largest
-        else f"not even {_size(RESERVATIONS_BYTES[0])} of addresses can be reserved: set "
-        "arena_bytes, and look at ulimit -v and vm.overcommit_memory."
-    )
-    yield Finding("largest_reservation_bytes", largest, follows, largest >= MAX_ARENA_BYTES)
+    enough = largest >= MAX_ARENA_BYTES
+    advice = "" if enough else "; set arena_bytes to less, or look at ulimit -v and overcommit"
+    yield Finding(
+        "largest_reservation_bytes", largest,
+        f"The largest run of addresses that was had, of {_size(RESERVATIONS_BYTES[-1])} tried; "
+        f"by default an arena takes {_size(MAX_ARENA_BYTES)} at most{advice}.",
+        enough,
+    )  # fmt: skip
 
 
 def _reservable(device: HostDevice, size_bytes: int) -> bool:
@@ -260,8 +259,11 @@ def _twice() -> Iterator[Finding]:
         forth = device.peek(second, 17) == b"through the first"
         device.poke(second, b"through the other")
         back = device.peek(first, 17) == b"through the other"
-    text = "a frame that is mapped at two addresses shows the same bytes at both"
-    yield _trial("frames_map_twice", forth and back, text, "frames cannot be shared")
+    yield _trial(
+        "frames_map_twice", forth and back,
+        "A frame that is mapped at two addresses shows the same bytes at both.",
+        "A frame that is mapped at two addresses shows other bytes there: none can be shared.",
+    )  # fmt: skip
 
 
 def _read_only() -> Iterator[Finding]:
@@ -269,8 +271,11 @@ def _read_only() -> Iterator[Finding]:
         writable, guarded, _ = _mapped_twice(device, read_only=True)
         device.poke(writable, b"kept")
         refused = _refused(device, guarded) and device.peek(guarded, 4) == b"kept"
-    text = "a write through a read-only mapping is refused and changes nothing"
-    yield _trial("read_only_refuses_writes", refused, text, "a stray write would go unseen")
+    yield _trial(
+        "read_only_refuses_writes", refused,
+        "A write through a read-only mapping is refused and changes nothing.",
+        "A write through a read-only mapping goes through: a stray one would not be seen.",
+    )  # fmt: skip
 
 
 def _unmapped() -> Iterator[Finding]:
@@ -279,8 +284,11 @@ def _unmapped() -> Iterator[Finding]:
         device.copy(Direction.OUT, [CopyRun(nothing, mapped, PAGE_BYTES)])
         device.copy(Direction.OUT, [CopyRun(mapped, nothing, PAGE_BYTES)])
         caught = not any(ended.ok for ended in device.poll()) and len(device.faults) == 2
-    text = "a copy from or to an address where nothing is mapped fails and is reported"
-    yield _trial("unmapped_copy_is_caught", caught, text, "a stray copy would go unseen")
+    yield _trial(
+        "unmapped_copy_is_caught", caught,
+        "A copy from or to an address where nothing is mapped fails and is reported.",
+        "A copy from or to an address where nothing is mapped is reported as done.",
+    )  # fmt: skip
 
 
 def _mapped_twice(device: HostDevice, *, read_only: bool) -> tuple[int, int, int]:
@@ -301,9 +309,8 @@ def _refused(device: HostDevice, address: int) -> bool:
     return False
 
 
-def _trial(name: str, works: bool, does: str, otherwise: str) -> Finding:
-    text = f"{does}." if works else f"it is not so that {does}: {otherwise}."
-    return Finding(name, works, text, works)
+def _trial(name: str, works: bool, works_text: str, fails_text: str) -> Finding:
+    return Finding(name, works, works_text if works else fails_text, works)
 
 
 def _times() -> Iterator[Finding]:
@@ -318,9 +325,13 @@ def _times() -> Iterator[Finding]:
             device.unmap([UnmapRun(base, 1)])
             mapping.append(between - start)
             unmapping.append(perf_counter_ns() - between)
-    what = f"the median of {TIMED_CALLS}, on the host device; a steady state makes no such call."
-    yield Finding("map_us", median(mapping) / 1000, f"one map of one untouched frame: {what}")
-    yield Finding("unmap_us", median(unmapping) / 1000, f"one unmap of the same frame: {what}")
+    text = f"frame on the host device, median of {TIMED_CALLS}; a steady state makes no such call."
+    yield Finding("map_us", _median_us(mapping), f"Mapping one untouched {text}")
+    yield Finding("unmap_us", _median_us(unmapping), f"Unmapping one untouched {text}")
+
+
+def _median_us(times_ns: list[int]) -> float:
+    return round(median(times_ns) / 1000, 2)
 
 
 # Programs and packages.
@@ -336,14 +347,14 @@ def _graphviz() -> Iterator[Finding]:
 
 def _torch() -> Iterator[Finding]:
     version = _version("torch")
-    text = "not installed: no tensors over the arena, and nothing else is missing."
-    yield Finding("torch", version, "installed." if version else text)
+    text = "Not installed; nothing but torch tensors over an arena needs it."
+    yield Finding("torch", version, "Installed." if version else text)
 
 
 def _cuda_python() -> Iterator[Finding]:
     version = _version("cuda-python") or _version("cuda-bindings")
-    text = "not installed (the extra `gpu` brings it): the CUDA driver cannot be asked."
-    yield Finding("cuda_python", version, "installed." if version else text)
+    text = "Not installed, so no CUDA driver can be asked; `pip install kvstate[gpu]` brings it."
+    yield Finding("cuda_python", version, "Installed." if version else text)
 
 
 def _version(package: str) -> str | None:
@@ -362,16 +373,16 @@ def _cuda() -> Iterator[Finding]:
         driver = import_module("cuda.bindings.driver")
         _call(driver, "cuInit", 0)
     except Exception as error:
-        text = f"no CUDA device can be used here: {_reason(error)}"
+        text = f"No CUDA device can be used here: {_reason(error)}."
         yield Finding("cuda_driver", None, text)
         return
     version = _call(driver, "cuDriverGetVersion")
-    known = f"{version // 1000}.{version % 1000 // 10}"
-    yield Finding("cuda_driver", known, f"the driver answers, and knows CUDA up to {known}.", True)
     count = _call(driver, "cuDeviceGetCount")
-    yield Finding("cuda_devices_count", count, "CUDA devices are visible here.", count > 0)
+    known = f"{version // 1000}.{version % 1000 // 10}"
+    yield Finding("cuda_driver", known, f"The driver knows CUDA up to {known}.", True)
+    yield Finding("cuda_devices_count", count, "CUDA devices that are visible here.", count > 0)
     for ordinal in range(count):
-        yield from _asked(f"cuda_{ordinal}", lambda: _cuda_device(driver, ordinal))  # noqa: B023
+        yield from _asked(f"cuda_{ordinal}", partial(_cuda_device, driver, ordinal))
 
 
 def _cuda_device(driver: Any, ordinal: int) -> Iterator[Finding]:
@@ -382,16 +393,13 @@ def _cuda_device(driver: Any, ordinal: int) -> Iterator[Finding]:
     attribute = driver.CUdevice_attribute
     wanted = attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
     mappable = bool(_call(driver, "cuDeviceGetAttribute", wanted, device))
-    follows = "can" if mappable else "cannot, so an arena is not possible on it"
+    text = "It has" if mappable else "An arena needs, and it has not,"
     yield Finding(f"{prefix}_name", name, f"CUDA device {ordinal}.")
-    yield Finding(f"{prefix}_memory_bytes", size_bytes, f"{_size(size_bytes)} of memory in all.")
-    yield Finding(
-        f"{prefix}_vmm", mappable, f"frames are mapped by the driver, and this one {follows}.",
-        mappable,
-    )  # fmt: skip
+    yield Finding(f"{prefix}_memory_bytes", size_bytes, "Its memory in all.")
+    yield Finding(f"{prefix}_vmm", mappable, f"{text} virtual memory management.", mappable)
     if mappable:
         unit = _granularity(driver, ordinal)
-        text = f"frame_bytes must be a multiple of {_size(unit)} on it."
+        text = f"On it frame_bytes must be a multiple of {_size(unit)}."
         yield Finding(f"{prefix}_granularity_bytes", unit, text)
 
 

@@ -209,6 +209,12 @@ def read(path: Path) -> tuple[Header, list[AnyCall]]:
     return header, calls
 
 
+def is_trace(path: Path) -> bool:
+    """Whether the first line of a file is the header of a kvstate trace, of whatever version."""
+    with open_lines(path) as lines:
+        return b'"kvstate_trace"' in lines.readline()
+
+
 def write(path: Path, header: Header, calls: Iterable[Call]) -> None:
     """A whole trace."""
     path.parent.mkdir(parents=True, exist_ok=True)

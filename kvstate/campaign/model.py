@@ -8,8 +8,6 @@ here.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-
 from attrs import define, field
 
 from kvstate import pattern
@@ -39,9 +37,11 @@ class Story:
     def write(self, count: int) -> int:
         """The next tokens are written; the key of their writer."""
         key = pattern.key(self.uid, self.writer, self.tenant)
-        if count:
+        if self.written and self.written[-1][1] == key:
+            self.written[-1] = (self.written[-1][0] + count, key)
+        elif count:
             self.written.append((count, key))
-            self.scheduled += count
+        self.scheduled += count
         return key
 
     def take_back(self, length: int) -> None:
@@ -62,26 +62,17 @@ class Story:
         self.life += 1
         self.phase = phase
 
-    def segments(
-        self, places: Iterable[tuple[int, int]], length: int, row_bytes: int
+    def rows(
+        self, address: int, start: int, end: int, row_bytes: int
     ) -> list[tuple[int, int, int, int]]:
-        """What the first `length` tokens must be, where they are: rows of `SEGMENT`.
+        """What the tokens from `start` up to `end` must be, as rows of `SEGMENT`.
 
-        `places` are (address, room in tokens), one after the other.
+        `address` is where the first token of the sequence is, or would be.
         """
-        rows, start = [], 0
-        for address, room in places:
-            end = min(start + room, length)
-            for first, count, key in self._pieces(start, end):
-                rows.append((address + (first - start) * row_bytes, first, count, key))
-            start = end
-        return rows
-
-    def _pieces(self, start: int, end: int) -> Iterator[tuple[int, int, int]]:
-        """(first, count, key) of the tokens from `start` up to `end`."""
-        first = 0
+        found, first = [], 0
         for count, key in self.written:
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                yield low, high - low, key
+                found.append((address + low * row_bytes, low, high - low, key))
             first += count
+        return found

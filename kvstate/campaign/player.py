@@ -253,7 +253,7 @@ class Player:
             story, seq = part.played.story, part.played.seq
             assert seq.base is not None
             if not story.undefined:
-                history = story.segments([(seq.base, part.start)], part.start, row)
+                history = story.rows(seq.base, 0, part.start, row)
                 reads += history
                 owners += [part] * len(history)
             key = story.write(part.count)
@@ -391,16 +391,12 @@ class Player:
             return
         if story.phase == "ACTIVE" and not seq.steps:
             assert seq.base is not None
-            places = [(seq.base, story.settled)]
+            rows = story.rows(seq.base, 0, story.settled, row)
         elif story.phase == "SUSPENDED":
-            host, block = self.kv.host, self.config.tokens_per_block
-            places = [
-                (host.address + low * host.block_bytes, (high - low) * block)
-                for _, low, high in seq.slots
-            ]
+            rows = host_rows(self.kv, seq, story)
         else:
             return
-        segments = np.array(story.segments(places, story.settled, row), SEGMENT)
+        segments = np.array(rows, SEGMENT)
         check = self.device.verify(self._audit_stream, segments)
         self.device.synchronize(self._audit_stream)
         self._read_check(check, [(played, True)] * len(segments))
@@ -434,6 +430,18 @@ class Player:
     def _same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
+
+
+def host_rows(kv: Manager, seq: Sequence, story: Story) -> list[tuple[int, int, int, int]]:
+    """What the host slots of a suspended sequence must hold, as rows of `SEGMENT`."""
+    row, block = kv.geometry.row_bytes, kv.config.tokens_per_block
+    rows, first = [], 0
+    for _, low, high in seq.slots:
+        address = kv.host.address + low * kv.host.block_bytes - first * row
+        end = first + (high - low) * block
+        rows += story.rows(address, first, min(end, story.settled), row)
+        first = end
+    return rows
 
 
 def _crash(crash: Exception) -> Broken:

@@ -1,0 +1,284 @@
+"""A simple continuous-batching engine over a manager: what a workload needs, and no model.
+
+Requests are admitted through the gate in the order of their arrival; all running ones make one
+step together, a chunk of prompt or one new token each. When a step finds no frames, the youngest
+is preempted: suspended if the host has room, else dropped and computed again. The oldest is never
+a victim while others run, so it finishes, and so does every request after it.
+
+A step writes real bytes and reads back a rotating sample of history; everything is read back after
+each copy and when a request finishes.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Iterable
+
+import numpy as np
+from attrs import define, field, frozen
+
+from kvstate.campaign.model import Story
+from kvstate.campaign.player import host_rows
+from kvstate.config import Config
+from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
+from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
+from kvstate.manager import Manager
+from kvstate.observe import check_end, check_laws
+from kvstate.sequence import Sequence
+
+SAMPLE_TOKENS = 32
+"""How much history a step reads back of each sequence."""
+LAWS_EVERY = 64
+"""Steps from one check of the laws to the next."""
+
+
+@frozen
+class Request:
+    """What one request asks for, in tokens. `blocks` names its prompt's content, block by
+    block."""
+
+    prompt_tokens: int
+    output_tokens: int
+    blocks: tuple[int, ...] = ()
+
+    @property
+    def total_tokens(self) -> int:
+        """Prompt and output."""
+        return self.prompt_tokens + self.output_tokens
+
+
+@define(eq=False)
+class Running:
+    """A request that was admitted."""
+
+    request: Request
+    seq: Sequence
+    story: Story
+    known_tokens: int
+    """Tokens whose ids are known: the prompt, and what was generated before a drop."""
+    checked: bool = True
+    """Its bytes were read back since they were copied last."""
+
+
+@define
+class Outcome:
+    """What came of a workload."""
+
+    requests_finished: int = 0
+    tokens: int = 0
+    """Tokens computed, those computed again included."""
+    steps: int = 0
+    frames_peak: int = 0
+    bytes_verified: int = 0
+    mismatches: int = 0
+    violations: list[str] = field(factory=list)
+    mapping_calls_at_tenth: int | None = None
+    """Mapping calls when a tenth of the requests had finished."""
+    mapping_calls_end: int = 0
+    """Mapping calls when the last had."""
+
+
+class Engine:
+    """Runs requests to their end on one manager and device."""
+
+    def __init__(
+        self, config: Config, device: ByteDevice, batch: int, chunk_tokens: int = 2048
+    ) -> None:
+        self.kv = Manager(config, device)
+        self.device, self.batch_limit, self.chunk_tokens = device, batch, chunk_tokens
+        self.row_bytes = self.kv.geometry.row_bytes
+        device.set_rows(self.row_bytes)
+        self.stream = device.stream()
+        self.waiting: deque[Request] = deque()
+        self.running: list[Running] = []
+        self.suspended: deque[Running] = deque()
+        self.batch = self.kv.batch([])
+        self.outcome = Outcome()
+        self._checks: list[Check] = []
+        self._cursor = 0
+
+    def run(
+        self, requests: Iterable[Request], tell: Callable[[Outcome], None] = lambda _: None
+    ) -> Outcome:
+        """Run all requests to their end; `tell` is given the outcome so far after each step."""
+        self.waiting.extend(requests)
+        tenth = max(1, len(self.waiting) // 10)
+        while self.waiting or self.running or self.suspended:
+            self._turn()
+            if self.outcome.requests_finished >= tenth:
+                self._note_tenth()
+            tell(self.outcome)
+        self.outcome.mapping_calls_end = self.mapping_calls()
+        self._laws()
+        self.close()
+        return self.outcome
+
+    def close(self) -> None:
+        """End the manager, and look for what is left."""
+        self._read_checks()
+        self.kv.close()
+        try:
+            check_end(self.kv)
+        except LawViolation as broken:
+            self.outcome.violations += broken.violations
+
+    def mapping_calls(self) -> int:
+        """Calls that create, map, unmap or release frames, so far."""
+        return sum(self.device.calls.get(kind, 0) for kind in MAPPING_CALLS)
+
+    # One turn: admit, step, settle, let go.
+
+    def _turn(self) -> None:
+        self.kv.poll()
+        self._after_copies()
+        self._admit()
+        self._step()
+        self._finish()
+        self.outcome.frames_peak = max(self.outcome.frames_peak, self.kv.gpu.charged)
+        if self.outcome.steps % LAWS_EVERY == 0:
+            self._laws()
+
+    def _admit(self) -> None:
+        """Let in whom the gate allows: first those that were suspended, the oldest first."""
+        while len(self.running) < self.batch_limit:
+            if self.suspended:
+                if not self._resume(self.suspended[0]):
+                    return
+                self._enter(self.suspended.popleft())
+            elif self.waiting and self.kv.admits(self.waiting[0].prompt_tokens):
+                self._start(self.waiting.popleft())
+            else:
+                return
+
+    def _start(self, request: Request) -> None:
+        seq = self.kv.create(request.total_tokens)
+        story = Story(seq.uid, request.total_tokens, b"", committing=True)
+        one = Running(request, seq, story, request.prompt_tokens)
+        if self._resume(one):
+            self._enter(one)
+        else:
+            self.kv.close_sequence(seq)
+            self.waiting.appendleft(request)
+
+    def _resume(self, one: Running) -> bool:
+        try:
+            self.kv.resume(one.seq, self.stream)
+        except OutOfFrames:
+            if not self.running:
+                raise
+            return False
+        one.checked = one.seq.transfer is None
+        return True
+
+    def _enter(self, one: Running) -> None:
+        self.running.append(one)
+        self.batch.add(one.seq)
+
+    def _leave(self, one: Running) -> None:
+        self.running.remove(one)
+        self.batch.remove(one.seq)
+
+    def _step(self) -> None:
+        """One step of everybody, with room made by preempting the youngest."""
+        while True:
+            counts = [self._count(one) for one in self.running]
+            try:
+                step = self.kv.step(self.batch, counts)
+                break
+            except OutOfFrames:
+                if len(self.running) == 1:
+                    raise
+                self._preempt(self.running[-1])
+        self._launch(counts)
+        self.device.synchronize(self.stream)
+        self.kv.settle(step)
+        self._read_checks()
+        for one, count in zip(self.running, counts, strict=True):
+            first = one.story.settled
+            one.story.settled += count
+            self.kv.commit(one.seq, np.arange(first, first + count, dtype=np.int32))
+        self.outcome.tokens += sum(counts)
+        self.outcome.steps += 1
+
+    def _count(self, one: Running) -> int:
+        """A chunk of what is known already, or one new token."""
+        known = one.known_tokens - one.story.scheduled
+        return min(known, self.chunk_tokens) if known > 0 else 1
+
+    def _launch(self, counts: list[int]) -> None:
+        """Read a sample of history, then write the new tokens."""
+        reads, writes, row = [], [], self.row_bytes
+        self._cursor += SAMPLE_TOKENS
+        for one, count in zip(self.running, counts, strict=True):
+            base, story = one.seq.base, one.story
+            assert base is not None
+            start = story.scheduled
+            if start:
+                first = self._cursor % start
+                reads += story.rows(base, first, min(first + SAMPLE_TOKENS, start), row)
+            writes.append((base + start * row, start, count, story.write(count)))
+        self._verify(reads)
+        self.device.write(self.stream, np.array(writes, SEGMENT))
+
+    def _preempt(self, one: Running) -> None:
+        """Take the memory of the youngest: its bytes go to the host, or are computed again."""
+        self._leave(one)
+        try:
+            self.kv.suspend(one.seq, self.device.record(self.stream))
+            one.checked = False
+        except HostExhausted:
+            one.known_tokens = max(one.known_tokens, one.story.settled)
+            self.kv.drop(one.seq, self.device.record(self.stream))
+            one.story.lose("DROPPED")
+        self.suspended.appendleft(one)
+
+    def _finish(self) -> None:
+        """Let go of whoever has all its tokens, after reading all of them back."""
+        for one in list(self.running):
+            if one.story.settled >= one.request.total_tokens:
+                self._verify_resident(one)
+                self._leave(one)
+                self.kv.close_sequence(one.seq, self.device.record(self.stream))
+                self.outcome.requests_finished += 1
+
+    # Reading back.
+
+    def _after_copies(self) -> None:
+        """Read back whatever a copy has brought to the host or to the GPU."""
+        for one in (*self.running, *self.suspended):
+            if one.checked or one.seq.transfer is not None:
+                continue
+            if one.seq.range is not None:
+                self._verify_resident(one)
+            else:
+                self._verify_held(one)
+            one.checked = True
+
+    def _verify_resident(self, one: Running) -> None:
+        assert one.seq.base is not None
+        self._verify(one.story.rows(one.seq.base, 0, one.story.settled, self.row_bytes))
+
+    def _verify_held(self, one: Running) -> None:
+        self._verify(host_rows(self.kv, one.seq, one.story))
+        self.device.synchronize(self.stream)
+
+    def _verify(self, rows: list[tuple[int, int, int, int]]) -> None:
+        if rows:
+            self._checks.append(self.device.verify(self.stream, np.array(rows, SEGMENT)))
+
+    def _read_checks(self) -> None:
+        self.device.synchronize(self.stream)
+        for check in self._checks:
+            self.outcome.bytes_verified += check.size_bytes
+            self.outcome.mismatches += sum(check.wrong)
+        self._checks.clear()
+
+    def _laws(self) -> None:
+        try:
+            check_laws(self.kv)
+        except LawViolation as broken:
+            self.outcome.violations += broken.violations
+
+    def _note_tenth(self) -> None:
+        if self.outcome.mapping_calls_at_tenth is None:
+            self.outcome.mapping_calls_at_tenth = self.mapping_calls()

@@ -1,0 +1,154 @@
+"""Replay: a public serving trace, or requests of one size, through a simple engine.
+
+Reads the Mooncake format: JSON lines with `timestamp` (ms), `input_length` and `output_length`
+(tokens) and `hash_ids` (one number for each 512-token block of the prompt; equal numbers mean
+equal content). A line that is not that is refused with its number, and skipped only if asked for.
+Arrival times are not kept: the loop is closed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from attrs import evolve
+from rich.table import Table
+
+from kvstate.campaign.engine import Engine, Outcome, Request
+from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
+from kvstate.errors import TraceError
+from kvstate.trace import open_lines
+
+Length = Annotated[int, msgspec.Meta(ge=0)]
+
+
+class MooncakeLine(msgspec.Struct, frozen=True):
+    """One request of the trace. Unknown fields are ignored: the format is not ours."""
+
+    input_length: Length
+    output_length: Length
+    hash_ids: list[int] = []
+    timestamp: float = 0.0
+
+
+class ReplayReport(msgspec.Struct, frozen=True):
+    """The keys of `kvstate replay --json`. They are stable: others may be added."""
+
+    device: str
+    requests_total: int
+    requests_finished: int
+    lines_skipped: int
+    tokens: int
+    steps: int
+    suspends: int
+    resumes: int
+    drops: int
+    adoptions: int
+    driver_calls: dict[str, int]
+    driver_calls_steady: int
+    """Mapping calls (create, release, map, unmap) after the first tenth of the requests ended."""
+    frames_peak: int
+    host_bytes_moved: int
+    bytes_verified: int
+    mismatches: int
+    violations: list[str]
+    seconds: float
+
+
+_line = msgspec.json.Decoder(MooncakeLine)
+
+
+def read_mooncake(path: Path, skip: bool = False) -> Iterator[Request | None]:
+    """The requests of a trace, plain or gzipped; None for a malformed line that is skipped.
+
+    Raises TraceError, naming the line, unless `skip`.
+    """
+    with open_lines(path) as lines:
+        for number, line in enumerate(lines, 1):
+            if not line.strip():
+                continue
+            try:
+                one = _line.decode(line)
+                yield _request(one.input_length, one.output_length, tuple(one.hash_ids))
+            except (msgspec.DecodeError, ValueError) as error:
+                if not skip:
+                    raise TraceError(f"{path}: line {number}: {error}") from error
+                yield None
+
+
+def uniform(count: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
+    """Requests of one size."""
+    return [_request(prompt_tokens, output_tokens)] * count
+
+
+def serving_config(
+    shape: LayerSpec, gpu: GpuTier, host: HostTier | None, *, block: int, batch: int
+) -> Config:
+    """A configuration whose longest sequence fills the budget."""
+    draft = Config(layers=[shape], gpu=gpu, host=host, tokens_per_block=block, max_tokens=1)
+    sizes = Geometry(draft)
+    longest = sizes.tokens(sizes.budget_frames)
+    return evolve(draft, max_tokens=longest, max_sequences=8 * batch)
+
+
+def scaled(request: Request, scale: float, longest: int) -> Request:
+    """The request with its lengths multiplied, and cut to what the configuration allows."""
+    prompt = max(1, min(round(request.prompt_tokens * scale), longest - 1))
+    output = max(1, min(round(request.output_tokens * scale), longest - prompt))
+    return Request(prompt, output, request.blocks)
+
+
+def replay_report(
+    engine: Engine, outcome: Outcome, total: int, skipped: int, seconds: float
+) -> ReplayReport:
+    """The report of a finished replay."""
+    counters, calls = engine.kv.counters, engine.device.calls
+    return ReplayReport(
+        device=engine.device.name,
+        requests_total=total,
+        requests_finished=outcome.requests_finished,
+        lines_skipped=skipped,
+        tokens=outcome.tokens,
+        steps=outcome.steps,
+        suspends=counters["suspends"],
+        resumes=counters["resumes"],
+        drops=counters["drops"],
+        adoptions=counters["adoptions"],
+        driver_calls=dict(calls),
+        driver_calls_steady=outcome.mapping_calls_end - (outcome.mapping_calls_at_tenth or 0),
+        frames_peak=outcome.frames_peak,
+        host_bytes_moved=counters["host_bytes_moved"],
+        bytes_verified=outcome.bytes_verified,
+        mismatches=outcome.mismatches,
+        violations=outcome.violations,
+        seconds=round(seconds, 2),
+    )
+
+
+def replay_table(report: ReplayReport) -> Table:
+    """The report for people."""
+    table = Table(title="kvstate replay", show_header=False)
+    moved = f"{report.host_bytes_moved:,}"
+    for name, value in (
+        ("requests", f"{report.requests_finished:,} of {report.requests_total:,} finished"),
+        ("tokens, steps", f"{report.tokens:,} in {report.steps:,} steps"),
+        ("speed", f"{report.steps / report.seconds:,.0f} steps a second"),
+        ("suspends, resumes, drops", f"{report.suspends}, {report.resumes}, {report.drops}"),
+        ("adoptions", f"{report.adoptions:,}"),
+        ("mapping calls", f"{report.driver_calls_steady:,} after the first tenth of the requests"),
+        ("frames, peak", f"{report.frames_peak:,}"),
+        ("bytes moved to and from the host", moved),
+        ("bytes verified", f"{report.bytes_verified:,}"),
+        ("mismatches", str(report.mismatches)),
+        ("violations", str(len(report.violations))),
+    ):
+        table.add_row(name, value)
+    return table
+
+
+def _request(prompt: int, output: int, blocks: tuple[int, ...] = ()) -> Request:
+    if prompt < 1 or output < 0:
+        raise ValueError(f"a request of {prompt} prompt and {output} output tokens has no prompt")
+    return Request(prompt, max(1, output), blocks)
