@@ -1,1 +1,48 @@
-"""The lifecycle of KV-cache memory in LLM engines, as explicit transition tables."""
+"""The lifecycle of KV-cache memory in LLM engines, as explicit transition tables.
+
+    from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
+    from kvstate.gpu import open_device
+
+See `Manager` for the calls, `kvstate.spec` for the tables and the laws.
+"""
+
+from kvstate.config import Config, GpuTier, HostTier, LayerSpec
+from kvstate.errors import (
+    CapacityError,
+    ConfigError,
+    DeviceError,
+    DeviceFault,
+    HostExhausted,
+    IllegalTransition,
+    KvStateError,
+    LawViolation,
+    OutOfFrames,
+    OutOfRows,
+    TraceError,
+)
+from kvstate.manager import Manager
+from kvstate.sequence import Batch, Sequence, Step
+from kvstate.stats import Stats
+
+__all__ = [
+    "Batch",
+    "CapacityError",
+    "Config",
+    "ConfigError",
+    "DeviceError",
+    "DeviceFault",
+    "GpuTier",
+    "HostExhausted",
+    "HostTier",
+    "IllegalTransition",
+    "KvStateError",
+    "LawViolation",
+    "LayerSpec",
+    "Manager",
+    "OutOfFrames",
+    "OutOfRows",
+    "Sequence",
+    "Stats",
+    "Step",
+    "TraceError",
+]

@@ -25,6 +25,7 @@ from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
+from kvstate import diagram as drawing
 from kvstate import trace
 from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.engine import Engine, Outcome, Request
@@ -42,8 +43,10 @@ from kvstate.campaign.report import Found, found, fuzz_report, fuzz_table, progr
 from kvstate.campaign.workers import run_workers
 from kvstate.config import GpuTier, HostTier, LayerSpec
 from kvstate.device import ByteDevice
+from kvstate.doctor import examine, render
 from kvstate.errors import KvStateError
 from kvstate.gpu import open_device
+from kvstate.spec.coupling import TABLES
 
 HELD, BROKEN, MISUSE = 0, 1, 2
 FAILURES: Final = Path("fuzz-failures")
@@ -69,6 +72,14 @@ class Streams(StrEnum):
 
     EAGER = "eager"
     ADVERSARIAL = "adversarial"
+
+
+class Format(StrEnum):
+    """What a drawing is made in."""
+
+    MERMAID = "mermaid"
+    DOT = "dot"
+    SVG = "svg"
 
 
 DeviceOption = Annotated[Kind, typer.Option(help="Where the memory is.")]
@@ -168,6 +179,41 @@ def replay(
     raise typer.Exit(HELD if held and report.requests_finished == len(work) else BROKEN)
 
 
+@app.command()
+def diagram(
+    machine: Annotated[
+        str | None, typer.Argument(help=f"One of {', '.join(TABLES)}; all by default.")
+    ] = None,
+    *,
+    as_: Annotated[Format, typer.Option("--format", help="What to draw it as.")] = Format.MERMAID,
+    write: Annotated[
+        Path | None, typer.Option(help="Write the pages of all into a folder.")
+    ] = None,
+    check: Annotated[Path | None, typer.Option(help="Say which pages are not up to date.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Draw the tables, or write their pages."""
+    if machine is not None and machine not in TABLES:
+        raise typer.BadParameter(f"there is no machine {machine!r}; choose of {', '.join(TABLES)}")
+    if write is not None:
+        _show({"written": [str(path) for path in drawing.write(write)]}, json)
+    elif check is not None:
+        old = [str(path) for path in drawing.stale(check)]
+        _show({"stale": old}, json)
+        raise typer.Exit(BROKEN if old else HELD)
+    else:
+        names = [machine] if machine else list(TABLES)
+        drawn = {name: drawing.FORMATS[as_.value](TABLES[name]) for name in names}
+        _show(drawn, json, "\n".join(drawn.values()))
+
+
+@app.command()
+def doctor(*, json: JsonOption = False) -> None:
+    """Say what this machine can do, and what that means."""
+    report = examine()
+    _show(report.as_dict(), json, render(report))
+
+
 def _replay_calls(source: Path, device: Kind) -> None:
     """Play a recorded trace again and check everything."""
     header, calls = trace.read(source)
@@ -235,11 +281,17 @@ def _progress(json: bool) -> Iterator[Callable[[str], None]]:
         yield lambda text: bar.update(task, description=text)
 
 
-def _show(report: msgspec.Struct, json: bool, table: RenderableType) -> None:
+def _show(report: object, json: bool, readable: RenderableType | None = None) -> None:
+    """Print a report: one JSON object, or what people read."""
     if json:
         sys.stdout.buffer.write(msgspec.json.encode(report) + b"\n")
-    else:
-        out.print(table)
+    elif isinstance(readable, str):
+        sys.stdout.write(readable)
+    elif readable is not None:
+        out.print(readable)
+    elif isinstance(report, dict):
+        for name, values in report.items():
+            out.print(f"{name}: {', '.join(values) or 'none'}")
 
 
 def main() -> None:

@@ -43,6 +43,7 @@ from kvstate.reclaim import Ladder
 from kvstate.sequence import Batch, Column, Columns, Sequence, Step, Transfer
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
+from kvstate.stats import Stats, stats
 from kvstate.tiers import GpuTier, HostTier
 
 log = logging.getLogger("kvstate")
@@ -98,7 +99,8 @@ class Manager:
         self.actor = Actor(device, self.host, geometry.frame_bytes)
         ignored = None if config.scrub else "scrub"
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
-        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight)
+        ahead = config.gpu.map_ahead_frames
+        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, ahead)
         self.closed = False
         if debug or record:
             from kvstate.observe import observe
@@ -537,6 +539,10 @@ class Manager:
             self.flight.quiesce()
             self.ladder.spill(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
+
+    def stats(self) -> Stats:
+        """A snapshot of states, charges, refusals and device calls. O(sequences and ranges)."""
+        return stats(self)
 
     def close(self) -> None:
         """End everything and give all memory back. May be called twice.

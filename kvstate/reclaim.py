@@ -37,7 +37,11 @@ _VACATE: Final = MACHINES.object("range.vacate")
 class Ladder:
     """Finds frames and addresses for a call that is short of them."""
 
-    def __init__(self, gpu: GpuTier, arena: Arena, actor: Actor, flight: Flight) -> None:
+    def __init__(
+        self, gpu: GpuTier, arena: Arena, actor: Actor, flight: Flight, ahead_frames: int
+    ) -> None:
+        self.ahead_frames = ahead_frames
+        """The margin that each growing range may get, while the budget has room."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
 
     def supply(self, short: OutOfFrames) -> None:
@@ -52,7 +56,8 @@ class Ladder:
         if fresh > gpu.free:
             self.flight.quiesce()
             self.spill(fresh - gpu.free, short.uses)
-        self.create(min(fresh - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
+        wanted = fresh + self.ahead_frames * len(short.uses)
+        self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
 
     def addresses(self, short: OutOfFrames) -> None:
         """Turn every parked range into free addresses. Raises `short` if there is none."""

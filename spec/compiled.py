@@ -125,14 +125,6 @@ def compile_tables(
     return Machines(events)
 
 
-def lookup(table: Table, attribute: str) -> bytes:
-    """256 bytes: 1 where the state has the attribute, by code."""
-    flags = bytearray(256)
-    for state in table.states:
-        flags[state.code] = bool(getattr(state, attribute))
-    return bytes(flags)
-
-
 def _fired_first(coupling: Sequence[Link], tables: dict[str, Table]) -> list[str]:
     """Every event name, those that links fire before those that cause them."""
     names = [f"{table.name}.{event}" for table in tables.values() for event in table.events]

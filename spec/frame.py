@@ -16,9 +16,7 @@ from kvstate.spec.table import Row, State, Table
 
 ABSENT: Final = State(0, "ABSENT", "budget that is not allocated", initial=True)
 POOLED: Final = State(1, "POOLED", "allocated, mapped nowhere", payer="pool", place="gpu")
-MAPPED: Final = State(
-    2, "MAPPED", "backs a sequence's capacity", payer="sequence", place="gpu", readable=True
-)
+MAPPED: Final = State(2, "MAPPED", "backs a sequence's capacity", payer="sequence", place="gpu")
 COMING: Final = State(
     3, "COMING", "freed, behind a fence: mapped until its last consumer is done",
     payer="fence", place="gpu",

@@ -15,12 +15,9 @@ FREE: Final = State(0, "FREE", "room for one page", initial=True)
 COMING: Final = State(
     1, "COMING", "the destination of a copy from the GPU", payer="suspended", place="host"
 )
-HELD: Final = State(
-    2, "HELD", "the only copy of a suspended page", payer="suspended", place="host", readable=True
-)
+HELD: Final = State(2, "HELD", "the only copy of a suspended page", payer="suspended", place="host")
 HELD_READ: Final = State(
     3, "HELD_READ", "held, and a copy to the GPU reads it", payer="suspended", place="host",
-    readable=True,
 )  # fmt: skip
 DRAINING: Final = State(
     4, "DRAINING", "its owner left while a copy names it", payer="drain", place="host"

@@ -59,6 +59,8 @@ def laws(kind: str) -> tuple[Law, ...]:
 
 
 _LOADING: Final = bytes([page.LOADING_ACTIVE.code, page.LOADING_COMMITTED.code])
+_READABLE: Final = frozenset(state.code for state in page.PAGE.states if state.readable)
+_WRITABLE: Final = frozenset(state.code for state in page.PAGE.states if state.writable)
 _TAIL: Final = bytes([frame.PARKED.code])
 _HELD: Final = bytes([page.HOST_HELD_ACTIVE.code, page.HOST_HELD_COMMITTED.code])
 
@@ -172,12 +174,25 @@ def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
 
 @_law(9, "a failed load is unreadable", "always", "pages load while a copy fills them")
 def loading_pages(view: View) -> Iterator[str]:
-    """A page is LOADING exactly while a copy of this life fills it."""
+    """A page is LOADING exactly while a copy of this life fills it; else what is there is
+    readable."""
     filling = {copy.uid for copy in view.transfers if copy.inward and copy.current}
     for seq in view.sequences:
         loading = sum(seq.pages.count(code) for code in _LOADING)
         if bool(loading) != (seq.uid in filling):
             yield f"sequence {seq.uid} has {loading} pages loading; filled: {seq.uid in filling}"
+        if seq.state == sequence.ACTIVE.code and not loading:
+            first = _first_without(_READABLE, seq, 0, seq.settled, view.tokens_per_block)
+            if first is not None:
+                yield f"sequence {seq.uid} has settled tokens in page {first}, which is unreadable"
+
+
+def _first_without(
+    codes: frozenset[int], seq: SequenceFact, start: int, end: int, block: int
+) -> int | None:
+    """The first page with tokens from `start` up to `end` whose state is none of these."""
+    pages = range(start // block, -(-end // block) if end > start else 0)
+    return next((at for at in pages if seq.pages[at] not in codes), None)
 
 
 @_law(10, "one terminal", "always", "what is in flight here is in flight there")
@@ -341,17 +356,18 @@ def _expect(seq: SequenceFact, runs: tuple[tuple[Any, int], ...]) -> Iterator[st
 
 @_law(20, "shared is immutable", "always", "a committed page has no writer")
 def no_writer(view: View) -> Iterator[str]:
-    """No step in flight writes into a committed block."""
+    """A step in flight writes only into pages that may be written, or are still being loaded."""
     rows = {seq.row: seq for seq in view.sequences if seq.state == sequence.ACTIVE.code}
+    may = _WRITABLE | {page.LOADING_ACTIVE.code}
     for step in view.steps:
-        for row, first, end in step.writes:
+        for row, start, end in step.writes:
             seq = rows.get(row)
-            if (
-                seq
-                and first < end
-                and first < seq.known // view.tokens_per_block * view.tokens_per_block
-            ):
-                yield f"step {step.number} writes token {first} of sequence {seq.uid}, committed"
+            if seq is None or end > seq.capacity:
+                continue
+            first = _first_without(may, seq, start, end, view.tokens_per_block)
+            if first is not None:
+                state = page.PAGE.states[seq.pages[first]]
+                yield f"step {step.number} writes page {first} of sequence {seq.uid}: {state}"
 
 
 @_law(24, "clean end", "end", "after the last close nothing is held")

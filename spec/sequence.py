@@ -1,8 +1,8 @@
 """The sequence: what its caller may ask of it, and when.
 
-Every event but the last three is a public call. Bytes have a *life* that ends when they are lost:
-a drop, a close, a failed copy. Whatever was issued in an earlier life and completes late finds
-another number and changes nothing (reports B31, B34, B35).
+Every event but the last three is the caller's (`settle` through its step). Bytes have a *life*
+that ends when they are lost: a drop, a close, a failed copy. Whatever was issued in an earlier
+life and completes late finds another number and changes nothing (reports B31, B34, B35).
 
 One copy at a time moves a sequence's bytes. A call that needs the other direction's copy to have
 ended waits for it once, so the guards below are what remains when that wait did not help.

@@ -66,10 +66,15 @@ def draw_config(random: Random) -> Config:
 def draw(player: Player, random: Random) -> trace.AnyCall:
     """The next call: of a rule that has something to draw, at times with a failure to come."""
     while True:
-        rule = random.choices(_RULES, _WEIGHTS)[0]
+        rule = random.choices(_CHOICES, _WEIGHTS)[0]
         call = rule(player, random)
         if call is not None:
-            return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
+            return dressed(call, random)
+
+
+def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
+    """The call with a seed for the device's schedule, and at times with a failure to come."""
+    return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
 
 
 def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
@@ -186,13 +191,15 @@ _OF_SEQUENCES: Final = {
 }  # fmt: skip
 """(weight, how to draw the arguments) for every event that one sequence gets."""
 
-_OTHERS: Final[tuple[tuple[float, Rule], ...]] = (
-    (4, _create), (0.3, _dummy), (10, _step), (10, _settle), (4, _poll), (0.7, _trim),
-)  # fmt: skip
+_OTHERS: Final[dict[str, tuple[float, Rule]]] = {
+    "create": (4, _create), "dummy": (0.3, _dummy), "step": (10, _step), "settle": (10, _settle),
+    "poll": (4, _poll), "trim": (0.7, _trim),
+}  # fmt: skip
 
-_DRAWN: Final[list[tuple[float, Rule]]] = [
-    *((weight, _for_sequence(event, make)) for event, (weight, make) in _OF_SEQUENCES.items()),
-    *_OTHERS,
-]
-_RULES: Final = [rule for _, rule in _DRAWN]
-_WEIGHTS: Final = [weight for weight, _ in _DRAWN]
+RULES: Final[dict[str, tuple[float, Rule]]] = {
+    **{name: (w, _for_sequence(name, make)) for name, (w, make) in _OF_SEQUENCES.items()},
+    **_OTHERS,
+}
+"""(weight, rule) by the name of the event or call. A rule without a choice draws None."""
+_CHOICES: Final = [rule for _, rule in RULES.values()]
+_WEIGHTS: Final = [weight for weight, _ in RULES.values()]

@@ -1,0 +1,86 @@
+"""Statistics: one snapshot of where everything stands and of what was done so far.
+
+Nothing is counted for this: states are counted where they stand, and charges are what the states
+say.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from attrs import asdict, frozen
+
+from kvstate.spec.coupling import TABLES
+
+if TYPE_CHECKING:
+    from kvstate.manager import Manager
+
+
+@frozen
+class Stats:
+    """A snapshot. Keys of the state counts are state names; states that nothing is in are left
+    out."""
+
+    sequences: dict[str, int]
+    pages: dict[str, int]
+    frames: dict[str, int]
+    host_slots: dict[str, int]
+    ranges: dict[str, int]
+    frame_charges: dict[str, int]
+    """Frames by payer: `sequence`, `parked`, `fence`, `pool`."""
+    host_charges: dict[str, int]
+    """Host slots by payer: `suspended`, `drain`."""
+    steps_in_flight: int
+    transfers_in_flight: int
+    refusals: dict[str, int]
+    """Capacity errors by the check that refused: `gate`, `budget`, `limit`, `addresses`, ..."""
+    done: dict[str, int]
+    """What was done so far: starts, resumes, suspends, drops, closes, adoptions, quiesces,
+    spilled_frames, host_bytes_moved, failed_copies, late_completions."""
+    device_calls: dict[str, int]
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, for JSON."""
+        return asdict(self)
+
+
+def stats(kv: Manager) -> Stats:
+    """Take a snapshot. Cost: O(sequences and ranges)."""
+    counters = {name: count for name, count in kv.counters.items() if count}
+    refused = "refused."
+    pages = [seq.pages.states for seq in kv.sequences.values()]
+    pages += [range_.pages.states for range_ in kv.arena.ranges.values()]
+    return Stats(
+        sequences=_named("sequence", (seq.state for seq in kv.sequences.values())),
+        pages=_named("page", (code for states in pages for code in states)),
+        frames=_counted("frame", kv.gpu.counts),
+        host_slots=_counted("host", kv.host.counts),
+        ranges=_named("range", (range_.state for range_ in kv.arena.ranges.values())),
+        frame_charges=_charges("frame", kv.gpu.counts),
+        host_charges=_charges("host", kv.host.counts),
+        steps_in_flight=len(kv.flight.steps),
+        transfers_in_flight=len(kv.flight.transfers),
+        refusals={k.removeprefix(refused): n for k, n in counters.items() if k.startswith(refused)},
+        done={k: n for k, n in counters.items() if not k.startswith(refused)},
+        device_calls=dict(kv.device.calls),
+    )
+
+
+def _named(machine: str, codes: Iterable[int]) -> dict[str, int]:
+    found = Counter(codes)
+    return {state.name: found[state.code] for state in TABLES[machine].states if found[state.code]}
+
+
+def _counted(machine: str, counts: list[int]) -> dict[str, int]:
+    states = TABLES[machine].states
+    return {state.name: counts[state.code] for state in states if counts[state.code]}
+
+
+def _charges(machine: str, counts: list[int]) -> dict[str, int]:
+    charges: Counter[str] = Counter()
+    for state in TABLES[machine].states:
+        if state.payer is not None and counts[state.code]:
+            charges[state.payer] += counts[state.code]
+    return dict(charges)

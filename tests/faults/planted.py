@@ -1,0 +1,237 @@
+"""Planted faults: patches of the production source, each of them a mistake that somebody has made or could make.
+
+Each is applied to a copy of the sources by the test, one at a time; there is no flag for any of them in the product. The
+fuzz has to find every one. A patch whose text is not in the source exactly once fails, so that the table cannot
+go stale without being noticed.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+
+@frozen
+class Fault:
+    """`old` becomes `new` in one file."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    report: str = ""
+    """The public report that has it, where there is one."""
+
+
+FAULTS = (
+    Fault(
+        "fence skipped",
+        "kvstate/flight.py",
+        'range_.holders.add(("steps", step.number))',
+        "pass",
+        "B11",
+    ),
+    Fault(
+        "transfer does not hold its range",
+        "kvstate/flight.py",
+        "transfer.range.holders.add((transfer.kind, transfer.token))",
+        "pass",
+        "B20",
+    ),
+    Fault(
+        "suspend changes the sequence before it reserves host room",
+        "kvstate/manager.py",
+        "        plan = self._attempt(lambda: self._plan_suspend(seq, after))\n",
+        "        self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
+        "        plan = self._attempt(lambda: self._plan_suspend(seq, after))\n",
+        "S04, B119",
+    ),
+    Fault(
+        "range released twice",
+        "kvstate/flight.py",
+        "            self.arena.park(range_)\n",
+        "            self.arena.park(range_)\n            self.arena.park(range_)\n",
+        "B04",
+    ),
+    Fault(
+        "write-out not ordered after the step",
+        "kvstate/act.py",
+        "after = [] if event is None else [event]",
+        "after: list[object] = []",
+        "S05",
+    ),
+    Fault(
+        "step not ordered after the load",
+        "kvstate/act.py",
+        'before = [plan.stream] if "stream" in row.before else []',
+        "before: list[object] = []",
+        "B148",
+    ),
+    Fault(
+        "unmap without quiesce",
+        "kvstate/reclaim.py",
+        "            self.flight.quiesce()\n            self.spill(fresh",
+        "            self.spill(fresh",
+        "S03, B161",
+    ),
+    Fault(
+        "charge forgotten for frames in place",
+        "kvstate/runs.py",
+        '        "in_place": ((range_.frames, range_.charged, min(frames, mapped)),),\n',
+        "",
+        "S12",
+    ),
+    Fault(
+        "wrong target: a committed page comes back from the host writable",
+        "spec/page.py",
+        "            (COMMITTED, HOST_HELD_COMMITTED),\n            why=\"its sequence is suspended",
+        "            (COMMITTED, HOST_HELD_ACTIVE),\n            why=\"its sequence is suspended",
+    ),
+    Fault(
+        "wrong target: mapping ahead is charged",
+        "spec/frame.py",
+        'Row("map_ahead", POOLED, PARKED,',
+        'Row("map_ahead", POOLED, MAPPED,',
+        "S11",
+    ),
+    Fault(
+        "frontier one frame short",
+        "kvstate/config.py",
+        "        return -(-tokens * self.row_bytes // self.frame_bytes)\n",
+        "        return max(1, tokens * self.row_bytes // self.frame_bytes)\n",
+        "B112",
+    ),
+    Fault(
+        "host slots leaked on drop",
+        "spec/coupling.py",
+        '    Link("sequence.drop", "host.abandon", "slots", "nobody will read them"),\n',
+        "",
+        "B44",
+    ),
+    Fault(
+        "late completion of an earlier life accepted",
+        "kvstate/flight.py",
+        "current = transfer.current and seq.transfer is transfer",
+        "current = True",
+        "B31, B34",
+    ),
+    Fault(
+        "the old generation is kept: late steps still count",
+        "spec/sequence.py",
+        "_ends = (life.set(life + 1),)",
+        "_ends = (life.set(life + 0),)",
+        "B10",
+    ),
+    Fault(
+        "failed load taken for done",
+        "kvstate/flight.py",
+        "plan.move(_DONE if ok else _FAIL, transfer)",
+        "plan.move(_DONE, transfer)",
+        "B127, B154",
+    ),
+    Fault(
+        "copy one row short",
+        "kvstate/manager.py",
+        "        size_bytes = seq.written_tokens * self.geometry.row_bytes\n",
+        "        size_bytes = (seq.written_tokens - 1) * self.geometry.row_bytes\n",
+        "B55",
+    ),
+    Fault(
+        "host runs read back in another order",
+        "kvstate/act.py",
+        "        for _, low, high in plan.room:\n",
+        "        for _, low, high in sorted(plan.room, key=lambda run: run[2] - run[1]):\n",
+        "B76",
+    ),
+    Fault(
+        "rejected tokens stay counted",
+        "kvstate/manager.py",
+        "                self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
+        "                self.columns.version += 1\n",
+        "                self.columns.version += 1\n",
+        "B113",
+    ),
+    Fault(
+        "later steps live on after a rejection",
+        "kvstate/manager.py",
+        "                        later.void(seq.row)\n",
+        "                        pass\n",
+    ),
+    Fault(
+        "adopted range stays on offer",
+        "kvstate/manager.py",
+        "            self.arena.unpark(range_)\n            self.counters",
+        "            self.counters",
+        "B01",
+    ),
+    Fault(
+        "a failed copy issue leaves its mappings",
+        "kvstate/act.py",
+        "        undo.append(partial(self._unmap_again, mapped))\n",
+        "",
+        "B121",
+    ),
+    Fault(
+        "transfer stays in the books after its end",
+        "kvstate/flight.py",
+        "transfer = self.transfers.pop(token, None)",
+        "transfer = self.transfers.get(token)",
+        "B37",
+    ),
+    Fault(
+        "host room search does not see that a slot is taken",
+        "kvstate/tiers.py",
+        "        at = states.find(wanted, self._cursor)\n",
+        "        at = states.find(wanted[1:], self._cursor)\n",
+        "B149",
+    ),
+    Fault(
+        "frees are not awaited in the same pass",
+        "kvstate/reclaim.py",
+        "            self.flight.quiesce()\n            self.spill(fresh",
+        "            if not gpu.coming:\n                self.flight.quiesce()\n"
+        "                self.spill(fresh",
+        "S02, B139",
+    ),
+    Fault(
+        "capacity counts frames that are not charged",
+        "kvstate/manager.py",
+        "self._capacity(seq, seq.range.charged)",
+        "self._capacity(seq, seq.range.mapped)",
+        "B88",
+    ),
+    Fault(
+        "freed host memory is not scrubbed",
+        "spec/host.py",
+        '        Row("abandon", HELD, FREE, "its sequence drops or closes",\n'
+        '            action="scrub", failure=_SCRUB_FAILS),\n',
+        '        Row("abandon", HELD, FREE, "its sequence drops or closes"),\n',
+    ),
+    Fault(
+        "a row is used again while a step names it",
+        "spec/sequence.py",
+        "CLOSING, \"its row must outlive the steps in flight\",",
+        "CLOSED, \"its row must outlive the steps in flight\",",
+        "B43",
+    ),
+    Fault(
+        "the margin takes frames that a later member needs",
+        "kvstate/runs.py",
+        "    ahead = max(0, min(margin, plan.spare))\n",
+        "    ahead = max(0, min(margin, len(pool.ids) - plan.taken - fresh))\n",
+        "S11",
+    ),
+    Fault(
+        "lengths from before the quiesce",
+        "kvstate/manager.py",
+        "            self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
+        "            self._grow_batch(batch, over, ends)\n",
+        "B65",
+    ),
+    Fault(
+        "a range lands on one release before the next hold",
+        "kvstate/flight.py",
+        "            held = [range_ for hold in plan.holds for range_ in self._hold(*hold)]\n",
+        "            held = (range_ for hold in plan.holds for range_ in self._hold(*hold))\n",
+        "B167",
+    ),
+)  # fmt: skip

@@ -1,0 +1,186 @@
+"""Shortest programs: for every row that a caller can make fire, the fewest calls that do it.
+
+A breadth-first search over public calls on a tiny configuration, one sequence at a time. What is
+found depends on the tables and the manager alone, so a new row gets its program, and with it its
+tests, without anybody writing one.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from functools import cache
+
+from attrs import define, field, frozen
+
+from kvstate import trace
+from kvstate.campaign.legal import is_legal
+from kvstate.campaign.player import Player
+from kvstate.config import Config, GpuTier, HostTier, LayerSpec
+from kvstate.gpu import NullDevice
+from kvstate.spec.compiled import row_key
+from kvstate.spec.coupling import TABLES
+from kvstate.spec.table import Row
+from kvstate.view import view
+
+Program = tuple[trace.AnyCall, ...]
+
+CONFIG = Config(
+    layers=[LayerSpec(kv_heads=1, head_dim=256, dtype="float16")],
+    gpu=GpuTier(budget_bytes=4 * 4096, frame_bytes=4096, map_ahead_frames=1),
+    host=HostTier(6 * 2048),
+    tokens_per_block=2,
+    max_tokens=8,
+    max_sequences=2,
+    scrub=True,
+)
+"""Four tokens a frame, two a block: a block is half a frame."""
+HEADER = trace.Header(kvstate_trace=trace.VERSION, config=CONFIG, strict=False)
+SEQUENCES = 2
+"""How many sequences a program may create, one after the other."""
+DEPTH = 8
+
+ROWS: dict[str, tuple[str, Row]] = {
+    row_key(table.name, row): (table.name, row) for table in TABLES.values() for row in table.rows
+}
+
+
+@frozen
+class Node:
+    """A program, and what its last two calls fired."""
+
+    program: Program
+    fired: frozenset[str] = frozenset()
+
+
+@define
+class Found:
+    """What the search has found."""
+
+    rows: dict[str, Program] = field(factory=dict)
+    """The shortest program whose last call fires the row."""
+    pairs: dict[tuple[str, str], Program] = field(factory=dict)
+    """The shortest program whose last two calls fire these rows, the second where the first
+    led."""
+    states: dict[str, Program] = field(factory=dict)
+    """The shortest program that leaves a sequence in the state."""
+
+
+@cache
+def search() -> Found:
+    """Search once; later calls get the same answer."""
+    found, seen = Found(), set()
+    queue = deque([Node(())])
+    while queue:
+        node = queue.popleft()
+        for child, player in _children(node):
+            _note(found, node, child, player)
+            signature = _signature(player)
+            if signature not in seen and len(child.program) < DEPTH:
+                seen.add(signature)
+                queue.append(child)
+            player.abandon()
+    return found
+
+
+def _children(node: Node) -> Iterator[tuple[Node, Player]]:
+    """The node's program with one more legal call, played."""
+    parent = play(node.program)
+    legal = [call for call in _choices(node.program) if is_legal(parent, call)]
+    parent.abandon()
+    for call in legal:
+        player = play(node.program)
+        before = Counter(player.coverage.rows)
+        done = player.apply(call)
+        fired = frozenset(Counter(player.coverage.rows) - before)
+        if done.error is None or fired:
+            yield Node((*node.program, call), fired), player
+        else:
+            player.abandon()
+
+
+def _note(found: Found, node: Node, child: Node, player: Player) -> None:
+    for key in child.fired:
+        found.rows.setdefault(key, child.program)
+    for pair in _pairs(node.fired, child.fired):
+        found.pairs.setdefault(pair, child.program)
+    for seq in player.kv.sequences.values():
+        found.states.setdefault(seq.state_name, child.program)
+
+
+def play(program: Program, device: NullDevice | None = None) -> Player:
+    """A player that has played the program, still open."""
+    player = Player(HEADER, device or NullDevice(), checked=device is not None)
+    for call in program:
+        player.apply(call)
+    return player
+
+
+def _pairs(first: frozenset[str], second: frozenset[str]) -> Iterator[tuple[str, str]]:
+    for one in first:
+        for other in second:
+            machine, row = ROWS[one]
+            next_machine, next_row = ROWS[other]
+            if machine == next_machine and row.target is next_row.source:
+                yield one, other
+
+
+def _choices(program: Program) -> list[trace.AnyCall]:
+    """The calls worth trying next."""
+    names = [call.seq for call in program if isinstance(call, trace.Create)]
+    closed = {call.seq for call in program if isinstance(call, trace.Close)}
+    calls: list[trace.AnyCall] = [
+        trace.Poll(),
+        trace.Trim(),
+        trace.Trim(fail={"unmap": 1}),
+    ]
+    live = [name for name in names if name not in closed]
+    if not live and len(names) < SEQUENCES:
+        calls.append(trace.Create(seq=len(names) + 1, max_tokens=8))
+    settled = {call.step for call in program if isinstance(call, trace.Settle)}
+    steps = [call.step for call in program if isinstance(call, trace.Step)]
+    calls += [trace.Settle(step=step) for step in steps if step not in settled][:1]
+    for name in live:
+        calls += _of_sequence(name, len(steps) + 1)
+    return calls
+
+
+def _of_sequence(name: int, step: int) -> list[trace.AnyCall]:
+    return [
+        trace.Resume(seq=name),
+        trace.Resume(seq=name, fail={"complete": 1}),
+        trace.Step(step=step, seqs=[name], tokens=[3]),
+        trace.Commit(seq=name, tokens=[7, 7]),
+        trace.Rewind(seq=name, tokens=1),
+        trace.Resize(seq=name, tokens=8),
+        trace.Resize(seq=name, tokens=3),
+        trace.Stop(seq=name),
+        trace.Suspend(seq=name),
+        trace.Suspend(seq=name, fail={"complete": 1}),
+        trace.Drop(seq=name),
+        trace.Drop(seq=name, after=True),
+        trace.Close(seq=name),
+    ]
+
+
+def _signature(player: Player) -> object:
+    """What two programs must share to be worth searching only once."""
+    seen = view(player.kv)
+    sequences = [
+        (
+            s.state,
+            s.scheduled,
+            s.settled,
+            s.known,
+            s.capacity,
+            s.pages,
+            s.committing,
+            s.transfer is None,
+        )
+        for s in seen.sequences
+    ]
+    ranges = [(r.state, r.frame_states, r.pages, len(r.holders)) for r in seen.ranges]
+    steps = [(s.landed, s.writes) for s in seen.steps]
+    transfers = [(t.current, t.outward, t.inward) for t in seen.transfers]
+    ended = sorted(one.ok for one in player.device._ended)  # type: ignore[attr-defined]
+    return repr((sequences, ranges, steps, transfers, seen.host_states, ended, len(player.seqs)))
