@@ -18,7 +18,7 @@ from kvstate.errors import DeviceError, DeviceFault
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Act, Frames, Plan
 from kvstate.spec.words import ACTIONS
-from kvstate.tiers import HostTier
+from kvstate.tiers import HostSlots
 
 Undo = list[Callable[[], None]]
 
@@ -26,7 +26,7 @@ Undo = list[Callable[[], None]]
 class Actor:
     """Carries plans out on one device. `fault` says why it is poisoned; None while it is not."""
 
-    def __init__(self, device: Device, host: HostTier, frame_bytes: int) -> None:
+    def __init__(self, device: Device, host: HostSlots, frame_bytes: int) -> None:
         self.device, self.host, self.frame_bytes = device, host, frame_bytes
         self.fault: str | None = None
         self.quiesce: Callable[[], None] = lambda: None

@@ -44,7 +44,7 @@ from kvstate.sequence import Batch, Column, Columns, Sequence, Step, Transfer
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
 from kvstate.stats import Stats, stats
-from kvstate.tiers import GpuTier, HostTier
+from kvstate.tiers import FrameBudget, HostSlots
 
 log = logging.getLogger("kvstate")
 T = TypeVar("T")
@@ -89,8 +89,8 @@ class Manager:
         self.config, self.device = config, device
         self.geometry = geometry = Geometry(config)
         self.columns = Columns(config.max_sequences, config.tokens_per_block)
-        self.gpu = GpuTier(geometry.budget_frames)
-        self.host = HostTier(geometry.host_slots, geometry.block_bytes)
+        self.gpu = FrameBudget(geometry.budget_frames)
+        self.host = HostSlots(geometry.host_slots, geometry.block_bytes)
         self.sequences: dict[int, Sequence] = {}
         """Every sequence that is not CLOSED, by uid."""
         self.counters: Counter[str] = Counter()

@@ -22,7 +22,7 @@ from kvstate.flight import Flight
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.range import PARKED, RESERVED
-from kvstate.tiers import GpuTier
+from kvstate.tiers import FrameBudget
 
 log = logging.getLogger("kvstate")
 
@@ -38,7 +38,7 @@ class Ladder:
     """Finds frames and addresses for a call that is short of them."""
 
     def __init__(
-        self, gpu: GpuTier, arena: Arena, actor: Actor, flight: Flight, ahead_frames: int
+        self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, ahead_frames: int
     ) -> None:
         self.ahead_frames = ahead_frames
         """The margin that each growing range may get, while the budget has room."""

@@ -25,6 +25,7 @@ class Stats:
 
     sequences: dict[str, int]
     pages: dict[str, int]
+    """Without the VACANT ones: there is nothing."""
     frames: dict[str, int]
     host_slots: dict[str, int]
     ranges: dict[str, int]
@@ -54,7 +55,7 @@ def stats(kv: Manager) -> Stats:
     pages += [range_.pages.states for range_ in kv.arena.ranges.values()]
     return Stats(
         sequences=_named("sequence", (seq.state for seq in kv.sequences.values())),
-        pages=_named("page", (code for states in pages for code in states)),
+        pages=_counted("page", [sum(s.count(c) for s in pages) if c else 0 for c in _PAGE_CODES]),
         frames=_counted("frame", kv.gpu.counts),
         host_slots=_counted("host", kv.host.counts),
         ranges=_named("range", (range_.state for range_ in kv.arena.ranges.values())),
@@ -66,6 +67,9 @@ def stats(kv: Manager) -> Stats:
         done={k: n for k, n in counters.items() if not k.startswith(refused)},
         device_calls=dict(kv.device.calls),
     )
+
+
+_PAGE_CODES = range(len(TABLES["page"].states))
 
 
 def _named(machine: str, codes: Iterable[int]) -> dict[str, int]:

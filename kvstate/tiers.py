@@ -16,7 +16,7 @@ from kvstate.spec.host import DRAINING, FREE, HELD_READ, HOST
 _FREE_RUNS: Final = re.compile(b"[%c]+" % FREE.code)
 
 
-class GpuTier:
+class FrameBudget:
     """Frames of one budget: absent, pooled, or in some range."""
 
     def __init__(self, budget_frames: int) -> None:
@@ -56,7 +56,7 @@ class GpuTier:
         return frames, 0, count
 
 
-class HostTier:
+class HostSlots:
     """Slots of host memory, each with room for one page."""
 
     def __init__(self, slots: int, block_bytes: int) -> None:

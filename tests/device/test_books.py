@@ -1,4 +1,4 @@
-"""The books that every device keeps, or it is not one: what is held, what was called, what must fail.
+"""The books that every device keeps, or it is not one: what is held, was called, or is to fail.
 
 Nothing here needs bytes, so that the null device is held to all of it too. Where a device has
 memory, `Rig.is_mapped` makes sure that it agrees with the ledger.
@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
-from typing import Final
+from typing import ClassVar, Final
 
 import pytest
 from hypothesis import settings
@@ -24,7 +24,19 @@ from hypothesis.stateful import (
 
 from kvstate.device import CALLS, CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import ConfigError, DeviceError
-from tests.device.factories import EVERY, Factory, Rig, defect, opened, refused, segments
+from kvstate.gpu import KINDS, open_device
+from kvstate.gpu.streams import MODES
+from tests.device.factories import (
+    EVERY,
+    HOST,
+    NULL,
+    Factory,
+    Rig,
+    defect,
+    opened,
+    refused,
+    segments,
+)
 
 OUT = Direction.OUT
 
@@ -362,9 +374,11 @@ MARK_BYTES: Final = 8
 class Mappings(RuleBasedStateMachine):
     """Frames that are created, mapped anywhere, written through any mapping, and let go."""
 
-    def __init__(self, factory: Factory) -> None:
+    factory: ClassVar[Factory]
+
+    def __init__(self) -> None:
         super().__init__()
-        self.rig = Rig(factory, factory.open())
+        self.rig = Rig(self.factory, self.factory.open())
         self.base = self.rig.reserve(PLACES)
         self.marks: dict[int, bytes | None] = {}
         """What each frame begins with; None before it was written."""
@@ -444,9 +458,103 @@ class Mappings(RuleBasedStateMachine):
         self.rig.device.close()
 
 
-@pytest.mark.parametrize("factory", EVERY)
-def test_any_order_of_mapping_calls_agrees_with_a_model(factory: Factory) -> None:
+@pytest.mark.parametrize("chosen", EVERY)
+def test_any_order_of_mapping_calls_agrees_with_a_model(chosen: Factory) -> None:
+    class Chosen(Mappings):
+        """Of one device."""
+
+        factory = chosen
+
     run_state_machine_as_test(
-        lambda: Mappings(factory),
+        Chosen,
         settings=settings(max_examples=40, stateful_step_count=30, deadline=None, database=None),
     )
+
+
+# What only simulated devices promise.
+
+SIMULATED: Final = pytest.mark.parametrize("factory", [*HOST, *NULL], ids=lambda one: one.name)
+
+
+@SIMULATED
+def test_all_frames_have_one_size(factory: Factory) -> None:
+    with opened(factory) as rig:
+        frames = rig.create(1)
+        with refused(rig, "create"):
+            rig.device.create(1, 3 * rig.frame_bytes)
+        rig.device.release(frames)
+        assert len(rig.device.create(1, 3 * rig.frame_bytes)) == 1
+        assert len(rig.device.create(1, 3 * rig.frame_bytes)) == 1
+
+
+@SIMULATED
+def test_only_calls_and_the_end_of_a_copy_can_be_told_to_fail(factory: Factory) -> None:
+    with opened(factory) as rig, pytest.raises(ConfigError, match="'poll' cannot fail"):
+        rig.device.fail_next("poll")
+
+
+@SIMULATED
+def test_unmapping_with_work_issued_since_the_quiesce_is_a_fault(factory: Factory) -> None:
+    with opened(factory) as rig:
+        address = rig.mapped(2)
+        rig.issue(1)
+        rig.unmap(address, 1)
+        assert not rig.device.faults
+        rig.issue(1)
+        rig.device.unmap([UnmapRun(address + rig.frame_bytes, 1)])
+        assert "1 frames are unmapped" in rig.device.faults[0]
+
+
+@SIMULATED
+def test_a_script_that_names_no_copy_reports_none(factory: Factory) -> None:
+    with opened(factory) as rig:
+        issued = rig.issue(2)
+        rig.device.script([(issued[-1] + 1, True)])
+        assert rig.device.poll() == []
+        assert rig.device.ledger().copies == set(issued)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("streams", MODES)
+def test_a_device_is_opened_by_name(kind: str, streams: str) -> None:
+    device = open_device(kind, streams=streams, seed=3)
+    assert kind in ("auto", device.name)
+    assert device.ledger().empty
+    device.close()
+
+
+def test_what_cannot_be_opened_is_refused_in_words() -> None:
+    with pytest.raises(ConfigError, match="no device 'tape'; choose one of auto, host, null"):
+        open_device("tape")
+    with pytest.raises(ConfigError, match="no stream mode 'lazy'; choose one of eager"):
+        open_device("null", streams="lazy")
+
+
+# The null device: addresses and numbers, and nothing behind them.
+
+
+def test_the_null_device_gives_no_number_twice() -> None:
+    with opened(NULL[0]) as rig:
+        address, frames = rig.reserve(1), rig.create(2)
+        rig.device.unreserve(address)
+        rig.device.release(frames)
+        assert rig.reserve(1) != address
+        assert not set(rig.create(2)).intersection(frames)
+
+
+@defect("mappings may go on past the end of a reservation")
+def test_the_null_device_maps_only_inside_a_reservation() -> None:
+    with opened(NULL[0]) as rig:
+        address, frames = rig.reserve(2), rig.create(3)
+        with refused(rig, "map"):
+            rig.device.map([MapRun(address, frames)])
+
+
+def test_the_null_device_compares_nothing() -> None:
+    with opened(NULL[1]) as rig:
+        address = rig.mapped(1)
+        rig.device.poke(address, b"lost")
+        assert rig.device.peek(address, 4) == bytes(4)
+        rig.write(segments((address, 0, 4, 1)))
+        check = rig.verify(segments((address, 0, 4, 2)))
+        assert (check.size_bytes, list(check.wrong)) == (0, [])

@@ -1,8 +1,9 @@
-"""Planted faults: patches of the production source, each of them a mistake that somebody has made or could make.
+"""Planted faults: patches of the production source, each of them a mistake that somebody has made
+or could make.
 
-Each is applied to a copy of the sources by the test, one at a time; there is no flag for any of them in the product. The
-fuzz has to find every one. A patch whose text is not in the source exactly once fails, so that the table cannot
-go stale without being noticed.
+Each is applied to a copy of the sources by the test, one at a time; there is no flag for any of
+them in the product. The fuzz has to find every one. A patch whose text is not in the source
+exactly once fails, so that the table cannot go stale without being noticed.
 """
 
 from __future__ import annotations

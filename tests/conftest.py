@@ -1,0 +1,53 @@
+"""Fixtures that several files use."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
+from kvstate.device import ByteDevice
+from kvstate.gpu import HostDevice
+
+FRAME = 4096
+ROW = 1024
+"""Bytes of a token in the configuration below: four tokens a frame."""
+
+
+def small(
+    frames: int = 8, slots: int = 16, block: int = 2, max_tokens: int = 16, **changes: Any
+) -> Config:
+    """A configuration with four tokens a frame."""
+    gpu: dict[str, Any] = {
+        name: changes.pop(name) for name in ("map_ahead_frames", "arena_bytes") if name in changes
+    }
+    rest: dict[str, Any] = {"max_sequences": 8, "max_utilization_for_resume": 1.0} | changes
+    return Config(
+        layers=[LayerSpec(kv_heads=1, head_dim=256, dtype="float16")],
+        gpu=GpuTier(frames * FRAME, FRAME, **gpu),
+        host=HostTier(slots * block * ROW) if slots else None,
+        tokens_per_block=block,
+        max_tokens=max_tokens,
+        **rest,
+    )
+
+
+Open = Callable[..., Manager]
+
+
+@pytest.fixture
+def open_manager() -> Iterator[Open]:
+    """Opens managers on host devices, with laws on, and closes them; nothing may be left then."""
+    opened: list[Manager] = []
+
+    def open_one(device: ByteDevice | None = None, **changes: Any) -> Manager:
+        kv = Manager(small(**changes), device or HostDevice(), debug=True)
+        opened.append(kv)
+        return kv
+
+    yield open_one
+    for kv in opened:
+        kv.close()
+        assert kv.device.ledger().empty
