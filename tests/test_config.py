@@ -17,7 +17,8 @@ LAYER = LayerSpec(kv_heads=8, head_dim=128, count=32)
 
 
 def config(**changes: Any) -> Config:
-    return Config(**({"layers": [LAYER], "gpu": GpuTier(1 << 34)} | changes))
+    fields: dict[str, Any] = {"layers": [LAYER], "gpu": GpuTier(1 << 34)}
+    return Config(**(fields | changes))
 
 
 @pytest.mark.parametrize(

@@ -214,8 +214,8 @@ def test_a_longer_range_is_adopted_and_its_tail_stays_free(open_manager: Open) -
 
 def test_nothing_reclaimable_means_no_quiesce(open_manager: Open) -> None:
     kv = open_manager(frames=3)
-    start(kv, 12, max_tokens=12)
     seq = start(kv, max_tokens=4)
+    start(kv, 12, max_tokens=12)
     before = calls(kv)
     with pytest.raises(OutOfFrames, match="needs 1 frames: 0 are free, 0 can be reclaimed") as e:
         fill(kv, seq, 1)
