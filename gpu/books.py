@@ -31,33 +31,37 @@ class Books:
         self.frames: set[int] = set()
         self.reservations: dict[int, int] = {}
         self.mappings: dict[int, int] = {}
+        self.read_only: set[int] = set()
+        """Addresses whose mapping may not be written through."""
         self.host_memory: dict[int, int] = {}
         self.copies: set[int] = set()
+        self.faults: list[str] = []
         self.closed = False
 
+    # Failures to come.
+
     def fail_next(self, kind: str, nth: int = 1) -> None:
-        """Make the `nth` next call of that kind fail, once. `complete` is the end of a copy."""
-        if kind not in FAILURES:
-            raise ConfigError(f"{kind!r} cannot fail; choose one of {', '.join(FAILURES)}")
+        """Make the `nth` next call of that kind fail, once.
+
+        `complete` is the end of the `nth` next copy that is issued.
+        """
+        if kind not in FAILURES or nth < 1:
+            raise ConfigError(f"call {nth} of {kind!r} cannot fail; kinds: {', '.join(FAILURES)}")
         self._failing.setdefault(kind, []).append(nth)
 
     def cancel_failures(self) -> None:
-        """Forget planned failures of calls; a copy that was told to fail will still fail."""
-        for kind in [kind for kind in self._failing if kind != "complete"]:
-            del self._failing[kind]
+        """Forget planned failures; a copy that was issued to fail will still fail."""
+        self._failing.clear()
 
     def fails(self, kind: str) -> bool:
         """Count one call of that kind; whether it was told to fail."""
         waiting = self._failing.get(kind)
         if not waiting:
             return False
-        waiting[:] = [nth - 1 for nth in waiting]
-        if 0 not in waiting:
-            return False
-        waiting.remove(0)
-        if not waiting:
-            del self._failing[kind]
-        return True
+        left = [nth - 1 for nth in waiting if nth > 1]
+        fails = len(left) < len(waiting)
+        self._failing[kind] = left
+        return fails
 
     def enter(self, kind: str) -> None:
         """The beginning of every call: count it, or fail it if that was asked for."""
@@ -65,22 +69,43 @@ class Books:
         if self._failing and self.fails(kind):
             raise DeviceError(kind, "it was told to fail")
 
-    def note_map(self, runs: Sequence[MapRun]) -> None:
-        """Enter mappings; refuse an address that is mapped, or a frame that does not exist."""
-        size = self.frame_bytes
+    # Checks: each raises DeviceError before anything is done.
+
+    def check_create(self, count: int, frame_bytes: int) -> None:
+        """Frames of one size, the same for all of a device's."""
+        unit = self.granularity_bytes
+        if count < 0 or frame_bytes < 1 or frame_bytes % unit:
+            raise DeviceError(
+                "create", f"{count} frames of {frame_bytes} bytes: not a multiple of {unit}"
+            )
+        if self.frames and frame_bytes != self.frame_bytes:
+            raise DeviceError("create", f"frames here have {self.frame_bytes} bytes")
+
+    def check_release(self, frames: Sequence[int]) -> None:
+        """Frames that exist, mapped nowhere, each named once."""
+        mapped = self.frames.intersection(self.mappings.values())
+        if len(set(frames)) < len(frames):
+            raise DeviceError("release", "a frame is named twice")
+        for frame in frames:
+            if frame in mapped or frame not in self.frames:
+                raise DeviceError("release", f"frame {frame} is mapped or does not exist")
+
+    def check_map(self, runs: Sequence[MapRun]) -> dict[int, int]:
+        """Existing frames at free addresses of a reservation; the frame by address."""
         places: dict[int, int] = {}
         for address, frames, _ in runs:
+            self._check_inside("map", address, len(frames))
             for at, frame in enumerate(frames):
-                place = address + at * size
+                place = address + at * self.frame_bytes
                 if place in self.mappings or place in places:
                     raise DeviceError("map", f"{place:#x} is mapped already")
                 if frame not in self.frames:
                     raise DeviceError("map", f"frame {frame} does not exist")
                 places[place] = frame
-        self.mappings |= places
+        return places
 
-    def note_unmap(self, runs: Sequence[UnmapRun]) -> None:
-        """Strike mappings out; refuse an address where nothing is mapped."""
+    def check_unmap(self, runs: Sequence[UnmapRun]) -> list[int]:
+        """Mapped addresses, each named once; all of them."""
         size = self.frame_bytes
         places = [run.address + at * size for run in runs for at in range(run.count_frames)]
         if len(set(places)) < len(places):
@@ -88,27 +113,86 @@ class Books:
         for place in places:
             if place not in self.mappings:
                 raise DeviceError("unmap", f"nothing is mapped at {place:#x}")
+        return places
+
+    def check_unreserve(self, address: int) -> int:
+        """A reservation in which nothing is mapped; its size."""
+        size = self.reservations.get(address)
+        if size is None:
+            raise DeviceError("unreserve", f"nothing was reserved at {address:#x}")
+        inside = sum(address <= place < address + size for place in self.mappings)
+        if inside:
+            raise DeviceError("unreserve", f"{inside} frames are mapped in it")
+        return size
+
+    def check_host(self, address: int) -> int:
+        """Host memory of ours; its size."""
+        size = self.host_memory.get(address)
+        if size is None:
+            raise DeviceError("host_unreserve", f"there is no host memory at {address:#x}")
+        return size
+
+    def check_access(self, call: str, address: int, size_bytes: int, *, write: bool) -> None:
+        """Memory that is there, and may be written if that is wanted."""
+        missing = self.missing(address, size_bytes, write=write)
+        if missing is not None:
+            raise DeviceError(call, f"{size_bytes} bytes at {address:#x}: {missing}")
+
+    def missing(self, address: int, size_bytes: int, *, write: bool) -> str | None:
+        """Why memory cannot be read or written, in words; None if it can."""
+        base = self._reservation(address)
+        if base is None:
+            return None if self._in_host(address, size_bytes) else "no memory of this device"
+        size = self.frame_bytes or self.granularity_bytes
+        first = base + (address - base) // size * size
+        for place in range(first, address + size_bytes, size):
+            if place not in self.mappings:
+                return f"nothing is mapped at {place:#x}"
+            if write and place in self.read_only:
+                return f"{place:#x} is mapped read-only"
+        return None
+
+    def _check_inside(self, call: str, address: int, count: int) -> None:
+        base = self._reservation(address)
+        end = address + count * self.frame_bytes
+        if base is None or end > base + self.reservations[base]:
+            raise DeviceError(call, f"{count} frames at {address:#x} are in no reservation")
+        if (address - base) % max(1, self.frame_bytes):
+            raise DeviceError(call, f"{address:#x} is not a whole number of frames into it")
+
+    def _reservation(self, address: int) -> int | None:
+        for base, size in self.reservations.items():
+            if base <= address < base + size:
+                return base
+        return None
+
+    def _in_host(self, address: int, size_bytes: int) -> bool:
+        end = address + size_bytes
+        return any(base <= address and end <= base + n for base, n in self.host_memory.items())
+
+    # Entries.
+
+    def note_map(self, runs: Sequence[MapRun], places: dict[int, int]) -> None:
+        """Enter mappings."""
+        self.mappings |= places
+        for address, frames, read_only in runs:
+            if read_only:
+                size = self.frame_bytes
+                self.read_only.update(address + at * size for at in range(len(frames)))
+
+    def note_unmap(self, places: list[int]) -> None:
+        """Strike mappings out."""
         for place in places:
             del self.mappings[place]
+        self.read_only.difference_update(places)
 
-    def note_release(self, frames: Sequence[int]) -> None:
-        """Strike frames out; refuse one that is mapped, or that does not exist."""
-        mapped = self.frames.intersection(self.mappings.values())
-        if len(set(frames)) < len(frames):
-            raise DeviceError("release", "a frame is named twice")
-        for frame in frames:
-            if frame in mapped or frame not in self.frames:
-                raise DeviceError("release", f"frame {frame} is mapped or does not exist")
-        self.frames.difference_update(frames)
-
-    def note_frame_size(self, frame_bytes: int) -> None:
-        """All frames of a device have one size."""
-        if frame_bytes % self.granularity_bytes:
-            unit = self.granularity_bytes
-            raise DeviceError("create", f"{frame_bytes} is not a multiple of {unit} bytes")
-        if self.frames and frame_bytes != self.frame_bytes:
-            raise DeviceError("create", f"frames here have {self.frame_bytes} bytes")
-        self.frame_bytes = frame_bytes
+    def forget(self) -> None:
+        """Strike everything out: the device is closed."""
+        for held in (self.reservations, self.mappings, self.host_memory):
+            held.clear()
+        for names in (self.frames, self.copies, self.read_only):
+            names.clear()
+        self.closed = True
 
     def books(self, work: tuple[Work, ...]) -> Ledger:
         """The ledger, with the pending work that the device knows of."""

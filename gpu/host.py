@@ -13,8 +13,10 @@ driver that blocks.
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
+import warnings
 from collections.abc import Sequence
 from typing import Final
 
@@ -89,17 +91,14 @@ class HostDevice(SimulatedDevice):
     def unreserve(self, address: int) -> None:
         """Give the addresses back."""
         self.enter("unreserve")
-        size = self.reservations[address]
-        inside = [place for place in self.mappings if address <= place < address + size]
-        if inside:
-            raise DeviceError("unreserve", f"{len(inside)} frames are mapped in it")
+        self.check_unreserve(address)
         _libc.munmap(*self._regions.pop(address))
         del self.reservations[address]
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
         """Extend the memfd, after what was released before is used again."""
         self.enter("create")
-        self.note_frame_size(frame_bytes)
+        self.check_create(count, frame_bytes)
         reused = self._released[len(self._released) - min(count, len(self._released)) :]
         fresh = list(range(self._made, self._made + count - len(reused)))
         try:
@@ -108,21 +107,34 @@ class HostDevice(SimulatedDevice):
             raise DeviceError("create", str(error)) from error
         del self._released[len(self._released) - len(reused) :]
         self._made += len(fresh)
+        self.frame_bytes = frame_bytes
         self.frames.update(reused, fresh)
         return reused + fresh
 
     def release(self, frames: Sequence[int]) -> None:
         """Give the memory of the frames back to the system."""
         self.enter("release")
-        self.note_release(frames)
+        self.check_release(frames)
+        size = self.frame_bytes
         for frame in frames:
-            _libc.fallocate(self._memory, _PUNCH_HOLE, frame * self.frame_bytes, self.frame_bytes)
+            if _libc.fallocate(self._memory, _PUNCH_HOLE, frame * size, size):
+                raise DeviceError("release", os.strerror(ctypes.get_errno()))
+        self.frames.difference_update(frames)
         self._released += frames
 
     def map(self, runs: Sequence[MapRun]) -> None:
         """Map frames; neighbours in the memfd in one call."""
         self.enter("map")
-        self.note_map(runs)
+        places = self.check_map(runs)
+        try:
+            self._map_all(runs)
+        except DeviceError:
+            for run in runs:
+                self._map_nothing(run.address, len(run.frames))
+            raise
+        self.note_map(runs, places)
+
+    def _map_all(self, runs: Sequence[MapRun]) -> None:
         size = self.frame_bytes
         for address, frames, read_only in runs:
             protection = _READ_ONLY if read_only else _READ_WRITE
@@ -135,9 +147,14 @@ class HostDevice(SimulatedDevice):
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Put nothing where the frames were."""
         self.enter("unmap")
+        places = self.check_unmap(runs)
         self.check_quiet(runs)
-        self.note_unmap(runs)
         for address, count in runs:
+            self._map_nothing(address, count)
+        self.note_unmap(places)
+
+    def _map_nothing(self, address: int, count: int) -> None:
+        if count:
             size = count * self.frame_bytes
             self._mmap("unmap", address, size, _NOTHING, _RESERVED | _MAP_FIXED, -1, 0)
 
@@ -153,6 +170,7 @@ class HostDevice(SimulatedDevice):
     def host_unreserve(self, address: int) -> None:
         """Give the memory back."""
         self.enter("host_unreserve")
+        self.check_host(address)
         _libc.munmap(*self._regions.pop(address))
         del self.host_memory[address]
 
@@ -164,15 +182,12 @@ class HostDevice(SimulatedDevice):
         for region in self._regions.values():
             _libc.munmap(*region)
         os.close(self._memory)
-        for held in (self._regions, self.reservations, self.mappings, self.host_memory):
-            held.clear()
-        self.frames.clear()
-        self.copies.clear()
-        self.closed = True
+        self._regions.clear()
+        self.forget()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
-            os.close(self._memory)
+        if hasattr(self, "_memory") and not self.closed:
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
 
     # Bytes.
 
@@ -180,7 +195,9 @@ class HostDevice(SimulatedDevice):
         """Overwrite memory at once."""
         self.enter("fill")
         for address, size_bytes in runs:
-            self.poke(address, bytes([value]) * size_bytes)
+            self.check_access("fill", address, size_bytes, write=True)
+        for address, size_bytes in runs:
+            self._put(address, bytes([value]) * size_bytes)
 
     def move(self, runs: Sequence[CopyRun]) -> bool:
         """Move bytes between any two addresses of this process."""
@@ -195,21 +212,21 @@ class HostDevice(SimulatedDevice):
     def spoil(self, runs: Sequence[CopyRun]) -> None:
         """Leave noise where a failed copy might have written anything."""
         for run in runs:
-            self.poke(run.target, b"\xbd" * run.size_bytes)
+            if self.missing(run.target, run.size_bytes, write=True) is None:
+                self._put(run.target, b"\xbd" * run.size_bytes)
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """Read memory at once. Raises DeviceError if it is not there."""
-        buffer = ctypes.create_string_buffer(size_bytes)
-        where = ctypes.addressof(buffer)
-        if not self.move([CopyRun(where, address, size_bytes)]):
-            raise DeviceError("peek", self.faults[-1])
-        return buffer.raw
+        self.check_access("peek", address, size_bytes, write=False)
+        return ctypes.string_at(address, size_bytes)
 
     def poke(self, address: int, data: bytes) -> None:
         """Write memory at once. Raises DeviceError if it is not there or is read-only."""
-        buffer = ctypes.create_string_buffer(data, len(data))
-        if not self._write(ctypes.addressof(buffer), address, len(data)):
-            raise DeviceError("poke", self.faults[-1])
+        self.check_access("poke", address, len(data), write=True)
+        self._put(address, data)
+
+    def _put(self, address: int, data: bytes) -> None:
+        ctypes.memmove(address, data, len(data))
 
     def set_rows(self, row_bytes: int) -> None:
         """The size of a token row."""
@@ -217,6 +234,7 @@ class HostDevice(SimulatedDevice):
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch the writing of token rows."""
+        segments = segments.copy()
         self.streams.launch(
             self._own(stream), "write", lambda: self._write_rows(segments),
             writes=self._extents(segments),
@@ -224,7 +242,7 @@ class HostDevice(SimulatedDevice):
 
     def verify(self, stream: Stream, segments: Segments) -> HostCheck:
         """Launch the comparison of token rows."""
-        check = HostCheck()
+        check, segments = HostCheck(), segments.copy()
         self.streams.launch(
             self._own(stream), "verify", lambda: self._verify_rows(segments, check),
             reads=self._extents(segments),
@@ -247,6 +265,8 @@ class HostDevice(SimulatedDevice):
     def _wrong_rows(self, address: int, position: int, count: int, key: int) -> Sequence[int]:
         """Which token rows differ from what their writer wrote; all, if they cannot be read."""
         size = count * self._row_bytes
+        if not size:
+            return ()
         if size > self._scratch.nbytes:
             self._scratch = np.zeros(size // 4, np.uint32)
         if not self.move([CopyRun(self._scratch.ctypes.data, address, size)]):
@@ -277,10 +297,16 @@ class HostDevice(SimulatedDevice):
         wanted = sum(run.size_bytes for run in runs)
         if moved == wanted:
             return True
-        reason = os.strerror(ctypes.get_errno()) if moved < 0 else f"only {moved} bytes moved"
-        first = runs[0]
-        self.faults.append(f"{wanted} bytes from {first.source:#x} to {first.target:#x}: {reason}")
-        return False
+        reason = os.strerror(ctypes.get_errno() if moved < 0 else errno.EFAULT)
+        at = max(moved, 0)
+        for run in runs:
+            if at < run.size_bytes:
+                self.faults.append(
+                    f"{run.size_bytes} bytes from {run.source:#x} to {run.target:#x}: {reason}"
+                )
+                return False
+            at -= run.size_bytes
+        raise AssertionError(f"{moved} bytes moved of {wanted}")
 
     def _mmap(
         self, call: str, address: int, size: int, protection: int, flags: int, file: int, at: int

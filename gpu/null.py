@@ -46,12 +46,14 @@ class NullDevice(SimulatedDevice):
     def unreserve(self, address: int) -> None:
         """Forget the reservation."""
         self.enter("unreserve")
+        self.check_unreserve(address)
         del self.reservations[address]
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
         """Frame numbers."""
         self.enter("create")
-        self.note_frame_size(frame_bytes)
+        self.check_create(count, frame_bytes)
+        self.frame_bytes = frame_bytes
         first, self._next_frame = self._next_frame, self._next_frame + count
         self.frames.update(range(first, first + count))
         return list(range(first, first + count))
@@ -59,18 +61,20 @@ class NullDevice(SimulatedDevice):
     def release(self, frames: Sequence[int]) -> None:
         """Forget frames."""
         self.enter("release")
-        self.note_release(frames)
+        self.check_release(frames)
+        self.frames.difference_update(frames)
 
     def map(self, runs: Sequence[MapRun]) -> None:
         """Enter the mappings."""
         self.enter("map")
-        self.note_map(runs)
+        self.note_map(runs, self.check_map(runs))
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Strike the mappings out."""
         self.enter("unmap")
+        places = self.check_unmap(runs)
         self.check_quiet(runs)
-        self.note_unmap(runs)
+        self.note_unmap(places)
 
     def host_reserve(self, size_bytes: int) -> int:
         """Addresses that nobody else was given."""
@@ -82,11 +86,14 @@ class NullDevice(SimulatedDevice):
     def host_unreserve(self, address: int) -> None:
         """Forget the host memory."""
         self.enter("host_unreserve")
+        self.check_host(address)
         del self.host_memory[address]
 
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
         """Nothing to overwrite."""
         self.enter("fill")
+        for run in runs:
+            self.check_access("fill", run.address, run.size_bytes, write=True)
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """There are no bytes."""
@@ -117,7 +124,7 @@ class NullDevice(SimulatedDevice):
     def close(self) -> None:
         """Forget everything."""
         self.streams.drain()
-        self.closed = True
+        self.forget()
 
 
 def _nothing() -> None:

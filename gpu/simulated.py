@@ -22,7 +22,7 @@ class SimulatedDevice(Books):
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__()
         self.streams = Streams(streams, seed)
-        self._passed = SimulatedEvent(self, 0)
+        self._passed = SimulatedEvent(self, frozenset())
         self._default = self.streams.new("default")
         self._copy_streams = {
             direction: self.streams.new(f"copy {direction.value}") for direction in Direction
@@ -32,15 +32,15 @@ class SimulatedDevice(Books):
         self._runs: dict[int, tuple[int, Sequence[CopyRun]]] = {}
         """The work number and the runs of each copy in flight."""
         self._script: list[Completion] | None = None
-        self.faults: list[str] = []
-        """Broken rules of memory, in words: each one is somebody's bug."""
+        self._doomed: set[int] = set()
+        """Copies that were told to fail."""
 
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed when pending work runs."""
         self.streams.random.seed(seed)
 
     def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
-        """Make the next polls deliver exactly these ends; None for whatever has ended."""
+        """Make the next poll deliver exactly these ends, and those after it none, until None."""
         self._script = None if ended is None else [Completion(*one) for one in ended]
 
     def stream(self) -> SimulatedStream:
@@ -55,7 +55,9 @@ class SimulatedDevice(Books):
         """The point behind everything that was launched on the stream so far."""
         self.enter("record")
         owned = self._own(stream)
-        return self._passed if self.streams.eager else SimulatedEvent(self, owned.last)
+        if self.streams.eager:
+            return self._passed
+        return SimulatedEvent(self, frozenset({owned.last} | owned.barrier))
 
     def copy(
         self,
@@ -65,12 +67,15 @@ class SimulatedDevice(Books):
         before: Sequence[Stream] = (),
     ) -> int:
         """Issue a copy on the stream of its direction."""
-        waits = [self._number(event) for event in after]
+        runs = tuple(runs)
+        waits = [number for event in after for number in self._numbers(event)]
         followers = [self._own(stream) for stream in before]
         self.enter("copy")
         self._issued += 1
         token = self._issued
         self.copies.add(token)
+        if self._failing and self.fails("complete"):
+            self._doomed.add(token)
         if self.streams.eager:
             self.streams.busy = True
             self._runs[token] = (0, runs)
@@ -123,11 +128,11 @@ class SimulatedDevice(Books):
         raise NotImplementedError
 
     def _run_copy(self, token: int, runs: Sequence[CopyRun]) -> None:
-        failed = bool(self._failing) and self.fails("complete")
+        failed = token in self._doomed
         if failed:
+            self._doomed.discard(token)
             self.spoil(runs)
-        ok = not failed and self.move(runs)
-        self._ended.append(Completion(token, ok))
+        self._ended.append(Completion(token, not failed and self.move(runs)))
 
     def _scripted(self, script: list[Completion]) -> list[Completion]:
         """Run the copies that the script names, and let them end as it says."""
@@ -159,7 +164,7 @@ class SimulatedDevice(Books):
             return stream
         raise DeviceError("stream", f"{stream!r} is not a stream of this device")
 
-    def _number(self, event: Event) -> int:
+    def _numbers(self, event: Event) -> frozenset[int]:
         if isinstance(event, SimulatedEvent) and event.device is self:
-            return event.number
+            return event.numbers
         raise DeviceError("event", f"{event!r} is not an event of this device")

@@ -41,10 +41,10 @@ class SimulatedStream:
 
 @define(eq=False)
 class SimulatedEvent:
-    """Passed when the work of that number has run."""
+    """Passed when the work of these numbers has run."""
 
     device: object
-    number: int
+    numbers: frozenset[int]
 
 
 class Streams:

@@ -82,7 +82,9 @@ MAPPING_CALLS: Final = ("create", "release", "map", "unmap")
 class Device(Protocol):
     """Physical frames, addresses, host memory, copies and the end of copies.
 
-    Addresses are plain integers. A frame is the device's own number for a physical allocation.
+    Addresses are plain integers. A frame is the device's own number for a physical allocation; all
+    frames of a device have one size. A stream of None is the default stream. What is passed to a
+    call may be changed by its caller once the call has returned.
     """
 
     @property
@@ -135,11 +137,13 @@ class Device(Protocol):
         """Issue one copy of any number of runs, without waiting; its token.
 
         It starts when every event of `after` has passed; later work of the streams in `before`
-        waits for it. With no runs it is only that wait. Ends once, through `poll` or `quiesce`.
+        waits for it, and so does an event that is recorded there later. With no runs it is only
+        that wait. Ends once, through `poll` or `quiesce`; as failed, if it names memory that is not
+        there or may not be written.
         """
 
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
-        """Overwrite memory that no issued work names; done when it returns."""
+        """Overwrite GPU or host memory that no issued work names; done when it returns."""
 
     def record(self, stream: Stream) -> Event:
         """The point behind everything that was launched on the stream so far."""
@@ -193,10 +197,13 @@ class ByteDevice(Device, Protocol):
     """Broken rules of memory, in words: each one is somebody's bug."""
 
     def fail_next(self, kind: str, nth: int = 1) -> None:
-        """Make the `nth` next call of that kind fail, once; `complete` is the end of a copy."""
+        """Make the `nth` next call of that kind fail, once.
+
+        `complete` is the end of the `nth` next copy that is issued.
+        """
 
     def cancel_failures(self) -> None:
-        """Forget planned failures of calls; a copy that was told to fail will still fail."""
+        """Forget planned failures; a copy that was issued to fail will still fail."""
 
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed when pending work runs, where work is simulated."""
@@ -204,7 +211,7 @@ class ByteDevice(Device, Protocol):
     def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
         """Make the next poll deliver exactly these ends (number, success), and wait for them.
 
-        None: polls deliver whatever has ended.
+        Polls after it deliver nothing, until None: then they deliver whatever has ended.
         """
 
     def stream(self) -> Stream:

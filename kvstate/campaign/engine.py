@@ -103,24 +103,20 @@ class Engine:
         """Run all requests to their end; `tell` is given the outcome so far after each step."""
         self.waiting.extend(requests)
         tenth = max(1, len(self.waiting) // 10)
-        while self.waiting or self.running or self.suspended:
-            self._turn()
-            if self.outcome.requests_finished >= tenth:
-                self._note_tenth()
-            tell(self.outcome)
-        self.outcome.mapping_calls_end = self.mapping_calls()
-        self._laws()
-        self.close()
-        return self.outcome
-
-    def close(self) -> None:
-        """End the manager, and look for what is left."""
-        self._read_checks()
-        self.kv.close()
+        with self.kv:
+            while self.waiting or self.running or self.suspended:
+                self._turn()
+                if self.outcome.requests_finished >= tenth:
+                    self._note_tenth()
+                tell(self.outcome)
+            self.outcome.mapping_calls_end = self.mapping_calls()
+            self._read_checks()
+            self._laws()
         try:
             check_end(self.kv)
         except LawViolation as broken:
             self.outcome.violations += broken.violations
+        return self.outcome
 
     def mapping_calls(self) -> int:
         """Calls that create, map, unmap or release frames, so far."""

@@ -112,7 +112,7 @@ class Player:
         self.refused: Counter[str] = Counter()
         self._names = 0
         self._lost = False
-        """Bytes were lost during the call, so that a legal call may have become illegal."""
+        """Bytes were lost during the call: what was legal before it may not have been, and back."""
 
     # Playing.
 
@@ -355,13 +355,17 @@ class Player:
             self.refused[place] += 1
         if isinstance(error, DeviceFault | DeviceError) and not call.fail:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
-        if legal and isinstance(error, IllegalTransition) and not self._lost:
-            raise Broken("legal call refused", f"{call} raised {error!r}")
-        if not legal and not isinstance(error, IllegalTransition | DeviceError):
-            raise Broken("illegal call accepted", f"{call} raised {error!r}")
+        if not self._lost:
+            self._judge_legality(call, error, legal)
         found = type(error).__name__ if error else None
         if self.strict and call.error != found:
             raise Broken("replay", f"{call} raised {error!r}")
+
+    def _judge_legality(self, call: trace.AnyCall, error: KvStateError | None, legal: bool) -> None:
+        if legal and isinstance(error, IllegalTransition):
+            raise Broken("legal call refused", f"{call} raised {error!r}")
+        if not legal and not isinstance(error, IllegalTransition | DeviceError):
+            raise Broken("illegal call accepted", f"{call} raised {error!r}")
 
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""

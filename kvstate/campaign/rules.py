@@ -28,7 +28,7 @@ FAILURES: Final = {
     trace.Trim: ("unmap", "release", "quiesce"),
     trace.Drop: ("copy", "record", "fill"),
     trace.Close: ("copy", "record", "fill"),
-    trace.Poll: ("complete", "fill"),
+    trace.Poll: ("fill",),
 }
 """Device calls that may be told to fail during a call. A failed fill poisons the manager."""
 
@@ -58,7 +58,7 @@ def draw_config(random: Random) -> Config:
         host=HostTier(slots * sizes.block_bytes) if slots else None,
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
-        adopt=random.random() < 0.85,
+        adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,
     )
 
@@ -80,7 +80,7 @@ def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
 def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
     """Mostly none; else one kind of device call, at times two, so that an undo fails too."""
     kinds, chance = FAILURES.get(type(call), ()), random.random()
-    if not kinds or chance > 0.12:
+    if not kinds or chance > (0.25 if isinstance(call, trace.Resume) else 0.12):
         return {}
     chosen = random.sample(kinds, 2 if chance < 0.03 else 1)
     if "fill" in chosen and random.random() < 0.8:

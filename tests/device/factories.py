@@ -188,11 +188,6 @@ def refused(rig: Rig, call: str | None = None) -> Iterator[None]:
     assert after == before
 
 
-def defect(reason: str) -> pytest.MarkDecorator:
-    """A test that finds something which is to be mended."""
-    return pytest.mark.xfail(strict=True, reason=reason)
-
-
 def segments(*parts: tuple[int, int, int, int]) -> Segments:
     """Token rows: (address, first position, count, key of the writer) of each segment."""
     return np.array(list(parts), dtype=SEGMENT)

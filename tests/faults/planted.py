@@ -41,9 +41,9 @@ FAULTS = (
     Fault(
         "suspend changes the sequence before it reserves host room",
         "kvstate/manager.py",
-        "        plan = self._attempt(lambda: self._plan_suspend(seq, after))\n",
+        "        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
         "        self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
-        "        plan = self._attempt(lambda: self._plan_suspend(seq, after))\n",
+        "        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
         "S04, B119",
     ),
     Fault(
@@ -56,15 +56,15 @@ FAULTS = (
     Fault(
         "write-out not ordered after the step",
         "kvstate/act.py",
-        "after = [] if event is None else [event]",
-        "after: list[object] = []",
+        "after = () if event is None else (event,)",
+        "after = ()",
         "S05",
     ),
     Fault(
         "step not ordered after the load",
         "kvstate/act.py",
-        'before = [plan.stream] if "stream" in row.before else []',
-        "before: list[object] = []",
+        'before = (plan.stream,) if "stream" in acts[0][0].before else ()',
+        "before = ()",
         "B148",
     ),
     Fault(
@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "wrong target: a committed page comes back from the host writable",
         "spec/page.py",
-        "            (COMMITTED, HOST_HELD_COMMITTED),\n            why=\"its sequence is suspended",
-        "            (COMMITTED, HOST_HELD_ACTIVE),\n            why=\"its sequence is suspended",
+        '            (COMMITTED, HOST_HELD_COMMITTED),\n            why="its sequence is susp',
+        '            (COMMITTED, HOST_HELD_ACTIVE),\n            why="its sequence is susp',
     ),
     Fault(
         "wrong target: mapping ahead is charged",
@@ -132,8 +132,8 @@ FAULTS = (
     Fault(
         "copy one row short",
         "kvstate/manager.py",
-        "        size_bytes = seq.written_tokens * self.geometry.row_bytes\n",
-        "        size_bytes = (seq.written_tokens - 1) * self.geometry.row_bytes\n",
+        "plan.size_bytes = tokens * self.geometry.row_bytes\n        plan.operands = runs",
+        "plan.size_bytes = (tokens - 1) * self.geometry.row_bytes\n        plan.operands = runs",
         "B55",
     ),
     Fault(
@@ -224,8 +224,8 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/manager.py",
-        "            self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
-        "            self._grow_batch(batch, over, ends)\n",
+        "self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
+        "self._grow_batch(batch, over, ends)\n",
         "B65",
     ),
     Fault(

@@ -1,0 +1,161 @@
+"""The command line: stable keys, exit codes, and nothing but one object on standard output with
+--json."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+from typer.testing import CliRunner
+
+from kvstate import Manager, trace
+from kvstate.campaign.replay import ReplayReport
+from kvstate.campaign.report import FuzzReport
+from kvstate.cli import BROKEN, HELD, MISUSE, app, main
+from kvstate.gpu import NullDevice
+from kvstate.spec.coupling import TABLES
+from tests.conftest import small
+from tests.test_replay import SLICE
+
+
+def run(*args: object, code: int = HELD) -> Any:
+    """Run a command; what it printed on standard output, decoded if it is JSON."""
+    done = CliRunner().invoke(app, [str(arg) for arg in args])
+    assert done.exit_code == code, done.output
+    return json.loads(done.stdout) if "--json" in args else done.stdout
+
+
+FUZZ_KEYS = {
+    "seed", "seconds", "calls", "calls_per_second", "rows_fired", "rows_total", "states_reached",
+    "states_total", "laws", "bytes_verified", "mismatches", "violations",
+}  # fmt: skip
+REPLAY_KEYS = {
+    "requests_total", "requests_finished", "tokens", "steps", "suspends", "resumes", "drops",
+    "adoptions", "driver_calls", "driver_calls_steady", "frames_peak", "host_bytes_moved",
+    "bytes_verified", "mismatches", "violations",
+}  # fmt: skip
+
+
+def fuzz(tmp_path: Path, *args: object, code: int = HELD) -> Any:
+    common = ("--calls", 500, "--save", tmp_path / "failures", "--no-demand")
+    return run("fuzz", *common, *args, code=code)
+
+
+def test_fuzz_reports_documented_keys_and_repeats(tmp_path: Path) -> None:
+    one, other = (fuzz(tmp_path, "--seed", 3, "--json") for _ in range(2))
+    assert one.keys() >= FUZZ_KEYS
+    msgspec.convert(one, FuzzReport, strict=True)
+    changing = {"seconds", "calls_per_second"}
+    assert {k: v for k, v in one.items() if k not in changing} == {
+        k: v for k, v in other.items() if k not in changing
+    }
+    assert one["calls"] >= 500
+    assert one["device"] == "host"
+    assert one["rows_total"] == sum(len(table.rows) for table in TABLES.values())
+
+
+def test_fuzz_without_a_seed_explores_anew(tmp_path: Path) -> None:
+    seeds = {fuzz(tmp_path, "--json", "--device", "null")["seed"] for _ in range(3)}
+    assert len(seeds) == 3
+
+
+def test_a_campaign_that_has_not_seen_everything_says_so_and_fails(tmp_path: Path) -> None:
+    report = run("fuzz", "--calls", 80, "--save", tmp_path, "--json", code=BROKEN)
+    assert report["violations"] == 0
+    assert any(line.startswith("row ") for line in report["unseen"])
+    assert "never seen" in run("fuzz", "--calls", 80, "--save", tmp_path, code=BROKEN)
+
+
+def test_a_failure_is_shown_saved_tried_first_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop = Manager.drop
+
+    def forgets(self: Manager, seq: Any, after: Any = None) -> None:
+        drop(self, seq, after)
+        self.host.counts[0] += 1
+
+    with monkeypatch.context() as broken:
+        broken.setattr(Manager, "drop", forgets)
+        report = fuzz(tmp_path, "--seed", 1, "--json", code=BROKEN)
+        (failure,) = report["failures"]
+        assert failure["replay"] == f"kvstate replay {failure['trace']}"
+        again = fuzz(tmp_path, "--seed", 2, "--json", code=BROKEN)
+        assert again["calls"] == 0, "what failed before is tried before anything is drawn"
+        assert again["failures"][0]["trace"] == failure["trace"]
+        run("replay", failure["trace"], code=1)
+    run("replay", failure["trace"])
+    assert fuzz(tmp_path, "--seed", 2, "--json")["violations"] == 0
+
+
+def test_replay_of_a_serving_trace(tmp_path: Path) -> None:
+    sizes = ("--requests", 20, "--gpu", 1100, "--host", 120, "--batch", 8)
+    report = run("replay", SLICE, *sizes, "--json")
+    assert report.keys() >= REPLAY_KEYS
+    msgspec.convert(report, ReplayReport, strict=True)
+    assert report["requests_finished"] == report["requests_total"] == 20
+    assert "20 of 20 finished" in run("replay", SLICE, *sizes)
+
+
+def test_replay_of_equal_requests_and_of_a_recorded_trace(tmp_path: Path) -> None:
+    report = run("replay", "--uniform", "64,8", "--requests", 12, "--json")
+    assert report["requests_finished"] == 12
+    path = tmp_path / "run.jsonl"
+    with path.open("wb") as file, Manager(small(), NullDevice(), record=file.write) as kv:
+        seq = kv.create(8)
+        seq.resume()
+        kv.settle(kv.step(kv.batch([seq]), 3))
+        seq.suspend()
+        seq.close()
+    run("replay", path)
+    assert trace.is_trace(path)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("replay",),
+        ("replay", SLICE, "--uniform", "1,1"),
+        ("replay", "--uniform", "x"),
+        ("replay", "nowhere.jsonl"),
+        ("fuzz", "--device", "abacus"),
+        ("fuzz", "--workers", "0"),
+        ("diagram", "pagee"),
+        ("nonsense",),
+    ],
+)
+def test_misuse_exits_2(args: tuple[object, ...]) -> None:
+    run(*args, code=MISUSE)
+
+
+def test_errors_of_ours_exit_2_and_are_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "bad.jsonl"
+    path.write_text("{}\n")
+    monkeypatch.setattr("sys.argv", ["kvstate", "replay", str(path)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    assert caught.value.code == MISUSE
+    assert "TraceError" in capsys.readouterr().err
+
+
+def test_diagram(tmp_path: Path) -> None:
+    assert run("diagram", "range").startswith("stateDiagram-v2")
+    assert run("diagram", "page", "--format", "dot").startswith("digraph")
+    assert set(run("diagram", "--json")) == set(TABLES)
+    assert len(run("diagram", "--write", tmp_path, "--json")["written"]) == len(TABLES) + 2
+    assert run("diagram", "--check", tmp_path, "--json") == {"stale": []}
+    (tmp_path / "page.md").write_text("other")
+    stale = run("diagram", "--check", tmp_path, "--json", code=BROKEN)
+    assert stale == {"stale": [str(tmp_path / "page.md")]}
+
+
+def test_doctor() -> None:
+    report = run("doctor", "--json")
+    assert "host" in report["devices"]
+    assert {"name", "value", "meaning", "ok"} == set(report["findings"][0])
+    assert "what follows" in run("doctor")

@@ -1,0 +1,185 @@
+"""The campaign: it repeats, it sees what it must see, and it fails when it must."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvstate import Manager, trace
+from kvstate.campaign import fuzz
+from kvstate.campaign.fuzz import ROWS, STATES, Tally
+from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.shrink import shrink
+from kvstate.campaign.workers import run_workers
+from kvstate.cli import open_named
+from kvstate.gpu import HostDevice, NullDevice
+from kvstate.spec.laws import LAWS
+from tests.conftest import small
+
+HOST, NULL = partial(open_named, "host"), partial(open_named, "null")
+
+
+def tally(seed: int, count: int, device: fuzz.OpenDevice = HOST, streams: str = "eager") -> Tally:
+    total = Tally()
+    for name in islice(fuzz.episodes(seed), count):
+        total.add(fuzz.episode(name, device, streams))
+    return total
+
+
+@pytest.mark.parametrize("streams", ["eager", "adversarial"])
+def test_the_same_seed_is_the_same_run(streams: str) -> None:
+    first, second = tally(7, 6, streams=streams), tally(7, 6, streams=streams)
+    assert first == second
+    assert first.calls == 6 * fuzz.EPISODE_CALLS or first.poisoned
+    assert tally(8, 6, streams=streams).device_calls != first.device_calls
+
+
+@pytest.mark.parametrize("streams", ["eager", "adversarial"])
+def test_a_campaign_sees_everything_that_must_be_seen(streams: str) -> None:
+    """Every row fired, every state reached, every law asked for, every refusal made."""
+    total = Tally()
+    for name in fuzz.episodes(2026):
+        total.add(fuzz.episode(name, HOST, streams))
+        assert total.failures == []
+        if not total.unseen() or total.calls > 60_000:
+            break
+    assert total.unseen() == []
+    assert total.bytes_verified > 1_000_000
+
+
+def test_a_campaign_on_the_null_device_sees_every_row() -> None:
+    total = tally(1, 250, NULL)
+    assert total.failures == []
+    assert [key for key in ROWS if not total.rows[key]] == []
+
+
+def test_what_was_not_seen_is_named() -> None:
+    unseen = Tally().unseen()
+    assert f"row {ROWS[0]}" in unseen
+    assert "state frame.CONDEMNED" in unseen
+    assert "state frame.ABSENT" not in unseen, "initial states are there from the start"
+    assert "refusal gate" in unseen
+    assert f"law {LAWS[0].number} ({LAWS[0].name})" in unseen
+    assert "a poisoned manager" in unseen
+    initial = sum(state.endswith((".VACANT", ".ABSENT", ".FREE", ".CREATED")) for state in STATES)
+    assert len(unseen) == len(ROWS) + len(STATES) - initial - 2 + len(fuzz.REFUSALS) + len(LAWS) + 1
+
+
+def test_workers_play_different_episodes_and_add_up() -> None:
+    told: list[int] = []
+    total = run_workers(
+        5, 2, NULL, "eager", lambda now: now.calls >= 400, lambda now: told.append(now.calls)
+    )
+    assert total.failures == []
+    assert total.calls >= 400
+    assert told == sorted(told)
+    one, other = (list(islice(fuzz.episodes(5, worker), 3)) for worker in (0, 1))
+    assert not set(one) & set(other)
+
+
+def test_an_interrupt_ends_with_what_there_is() -> None:
+    def interrupt(now: Tally) -> None:
+        if now.episodes == 2:
+            raise KeyboardInterrupt
+
+    assert run_workers(5, 1, NULL, "eager", lambda _: False, interrupt).episodes == 2
+
+
+@pytest.fixture
+def forgetful(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manager whose drop forgets a host slot."""
+    drop = Manager.drop
+
+    def forgets(self: Manager, seq: Any, after: Any = None) -> None:
+        drop(self, seq, after)
+        self.host.counts[0] += 1
+
+    monkeypatch.setattr(Manager, "drop", forgets)
+
+
+@pytest.mark.usefixtures("forgetful")
+def test_a_failure_is_shrunk_saved_and_fails_again(tmp_path: Path) -> None:
+    (failure,) = next(
+        done.failures
+        for seed in fuzz.episodes(1)
+        if (done := fuzz.episode(seed, HOST, "eager")).failures
+    )
+    assert failure.kind == "law 16 (counters are sums)"
+    assert len(failure.program) <= 4 < failure.found_calls
+    path = fuzz.save(failure, tmp_path)
+    assert path.name.startswith("law-16-counters-are-sums-")
+    assert fuzz.save(failure, tmp_path) == path, "the same failure is not kept twice"
+    with pytest.raises(Broken, match="law 16"):
+        fuzz.play(*trace.read(path), HOST)
+
+
+@pytest.mark.parametrize("wanted", [1, 2, 5])
+def test_shrinking_finds_the_shortest_program(wanted: int) -> None:
+    program: list[trace.AnyCall] = [trace.Trim(keep=at % 7, seed=at) for at in range(64)]
+
+    def fails(calls: list[trace.AnyCall]) -> bool:
+        return sum(isinstance(call, trace.Trim) and call.keep == 3 for call in calls) >= wanted
+
+    assert shrink(program, fails) == [trace.Trim(keep=3)] * wanted
+
+
+BROKEN: dict[str, tuple[Callable[[Player], object], str]] = {
+    "bytes": (lambda p: p.device.poke(p.seqs[1].seq.base or 0, b"?"), "bytes"),
+    "a fault": (lambda p: p.device.faults.append("a stray read"), "fault"),
+    "a length": (lambda p: p.kv.columns.settled.__setitem__(0, 2), "model|law"),
+    "a state": (lambda p: p.seqs[1].seq.enter(2), "law 11"),
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_the_player_notices(name: str) -> None:
+    """Each check of the player can fail."""
+    spoil, kind = BROKEN[name]
+    header = trace.Header(kvstate_trace=1, config=small(), strict=False)
+    player = Player(header, HostDevice())
+    for call in (
+        trace.Create(seq=1, max_tokens=8), trace.Create(seq=2, max_tokens=8), trace.Resume(seq=1),
+        trace.Step(step=1, seqs=[1], tokens=[3]), trace.Settle(step=1),
+    ):  # fmt: skip
+        player.apply(call)
+    spoil(player)
+    with pytest.raises(Broken, match=kind):
+        player.apply(trace.Poll())
+    player.abandon()
+
+
+def test_scrubbing_is_checked() -> None:
+    header = trace.Header(kvstate_trace=1, config=small(scrub=True), strict=False)
+    player = Player(header, HostDevice())
+    for call in (trace.Create(seq=1, max_tokens=8), trace.Resume(seq=1),
+                 trace.Step(step=1, seqs=[1], tokens=[3]), trace.Settle(step=1)):  # fmt: skip
+        player.apply(call)
+    base = player.seqs[1].seq.base
+    player.apply(trace.Close(seq=1))
+    assert base is not None
+    player.device.poke(base + 100, b"secret")
+    with pytest.raises(Broken, match="scrub: 6 bytes"):
+        player.apply(trace.Poll())
+    player.abandon()
+
+
+def test_known_traces_still_hold() -> None:
+    """Failures of earlier versions, kept as traces."""
+    folder = Path(__file__).parent / "known"
+    for path in sorted(folder.glob("*.jsonl")):
+        fuzz.play(*trace.read(path), lambda streams, seed: HostDevice(streams=streams, seed=seed))
+
+
+def test_a_device_that_moves_no_bytes_is_still_checked_by_laws() -> None:
+    header = trace.Header(kvstate_trace=1, config=small(), strict=False)
+    player = Player(header, NullDevice())
+    player.apply(trace.Create(seq=1, max_tokens=8))
+    player.kv.gpu.counts[0] -= 1
+    with pytest.raises(Broken, match="law 1"):
+        player.apply(trace.Poll())
+    player.abandon()

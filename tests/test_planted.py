@@ -1,0 +1,108 @@
+"""Planted faults: each patch of the production source is found by the fuzz.
+
+The patched copy runs in a process of its own, as a user would run it. How long it may look and how
+short the program it shows may be are bounds; what was found, by which check and how fast is
+printed by `python tests/test_planted.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from statistics import median
+from tempfile import TemporaryDirectory
+from time import monotonic
+
+import pytest
+from attrs import frozen
+
+from tests.faults.planted import FAULTS, Fault
+
+ROOT = Path(__file__).parent.parent
+SECONDS, LONGEST = 60, 25
+
+
+@frozen
+class Finding:
+    """What the fuzz said of a patched copy."""
+
+    check: str
+    seconds: float
+    found_calls: int
+    calls: int
+    """After shrinking."""
+    detail: str
+
+
+def patched(fault: Fault, folder: Path) -> None:
+    """A copy of the sources with the fault in it."""
+    for name in ("kvstate", "spec", "gpu"):
+        ignored = shutil.ignore_patterns("__pycache__")
+        shutil.copytree(ROOT / name, folder / name, symlinks=True, ignore=ignored)
+    path = folder / fault.file
+    text = path.read_text()
+    assert text.count(fault.old) == 1, f"{fault.name}: the patch no longer fits {fault.file}"
+    path.write_text(text.replace(fault.old, fault.new))
+
+
+def find(fault: Fault, folder: Path, seed: int = 1) -> Finding | None:
+    """Let the fuzz look for the fault; None if it does not find it."""
+    patched(fault, folder)
+    started = monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "kvstate", "fuzz", "--device", "host", "--seed", str(seed),
+         "--seconds", str(SECONDS), "--save", str(folder / "failures"), "--json"],
+        cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
+        check=False,
+    )  # fmt: skip
+    took = monotonic() - started
+    if "TableError" in done.stderr:
+        return Finding("the table's own check", took, 0, 0, done.stderr.strip().splitlines()[-1])
+    report = json.loads(done.stdout)
+    if not report["failures"]:
+        return None
+    first = report["failures"][0]
+    return Finding(first["kind"], took, first["found_calls"], first["calls"], first["detail"])
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
+    found = find(fault, tmp_path)
+    assert found is not None, f"{SECONDS} seconds of fuzzing did not find it"
+    assert found.calls <= LONGEST, "what it shows is too long to be read"
+
+
+def test_there_are_enough_kinds() -> None:
+    assert len(FAULTS) >= 15
+    assert len({fault.name for fault in FAULTS}) == len(FAULTS)
+    assert len({fault.file for fault in FAULTS}) >= 8
+
+
+def _report() -> None:
+    """Print the table for the documents."""
+
+    def one(fault: Fault) -> Finding | None:
+        with TemporaryDirectory() as folder:
+            return find(fault, Path(folder))
+
+    with ThreadPoolExecutor(2) as pool:
+        results = list(pool.map(one, FAULTS))
+    print("| planted fault | reports | found by | seconds | calls, shrunk from |")
+    print("|---|---|---|---|---|")
+    for fault, found in zip(FAULTS, results, strict=True):
+        if found is None:
+            print(f"| {fault.name} | {fault.report} | **not found** | | |")
+            continue
+        size = f"{found.calls}, {found.found_calls}" if found.found_calls else ""
+        print(f"| {fault.name} | {fault.report} | {found.check} | {found.seconds:.1f} | {size} |")
+    lengths = [found.calls for found in results if found and found.calls]
+    print(f"\n{len(lengths)} programs, median length {median(lengths)}")
+
+
+if __name__ == "__main__":
+    _report()
