@@ -32,6 +32,7 @@ class SimulatedDevice(Books):
         self._runs: dict[int, tuple[int, Sequence[CopyRun]]] = {}
         """The work number and the runs of each copy in flight."""
         self._script: list[Completion] | None = None
+        self._failed: frozenset[int] = frozenset()
         self._doomed: set[int] = set()
         """Copies that were told to fail."""
 
@@ -39,9 +40,10 @@ class SimulatedDevice(Books):
         """Decide from here on by this seed when pending work runs."""
         self.streams.random.seed(seed)
 
-    def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
+    def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
         """Make the next poll deliver exactly these ends, and those after it none, until None."""
         self._script = None if ended is None else [Completion(*one) for one in ended]
+        self._failed = frozenset(failed)
 
     def stream(self) -> SimulatedStream:
         """A stream of the caller's."""
@@ -107,7 +109,15 @@ class SimulatedDevice(Books):
         self.enter("quiesce")
         self.streams.drain()
         self.streams.busy = False
+        if self._failed:
+            self._ended = [self._failing_end(one) for one in self._ended]
         return sorted(self._take())
+
+    def _failing_end(self, one: Completion) -> Completion:
+        if one.token not in self._failed:
+            return one
+        self.spoil(self._runs[one.token][1])
+        return Completion(one.token, ok=False)
 
     def check_quiet(self, runs: Sequence[UnmapRun]) -> None:
         """Note a fault if anything was issued since the last quiesce: it might read these."""

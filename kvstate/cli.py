@@ -11,7 +11,7 @@ import logging
 import secrets
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from enum import StrEnum
 from functools import partial
 from itertools import islice
@@ -113,7 +113,8 @@ def fuzz(
     """Stateful fuzz of manager and device: laws and bytes are checked after every call."""
     seed = secrets.randbits(32) if seed is None else seed
     opened = partial(open_named, device.value)
-    name = opened("eager", 0).name
+    with closing(opened("eager", 0)) as probe:
+        name = probe.name
     err.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
     failures = _known([*(known or []), save], opened)
     started = monotonic()

@@ -208,10 +208,11 @@ class ByteDevice(Device, Protocol):
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed when pending work runs, where work is simulated."""
 
-    def script(self, ended: Sequence[tuple[int, bool]] | None) -> None:
+    def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
         """Make the next poll deliver exactly these ends (number, success), and wait for them.
 
-        Polls after it deliver nothing, until None: then they deliver whatever has ended.
+        Polls after it deliver nothing, until None: then they deliver whatever has ended. Copies
+        that `failed` names end as failed in the next quiesce.
         """
 
     def stream(self) -> Stream:

@@ -64,6 +64,8 @@ class Flight:
         self._quiet_in = -1
         self.polled: deque[Completion] = deque(maxlen=4096)
         """The latest completions that polls delivered. Whoever reads them takes them out."""
+        self.quiesced: deque[Completion] = deque(maxlen=4096)
+        """The same for quiesces."""
         self.ended: deque[Ended] = deque(maxlen=4096)
         """The latest ends of copies of living bytes. Whoever reads them takes them out."""
 
@@ -91,6 +93,7 @@ class Flight:
         if self._quiet_in == self.call:
             return
         completions = self._ask(self.device.quiesce)
+        self.quiesced.extend(completions)
         self._quiet_in = self.call
         self.counters["quiesces"] += 1
         for step in self.steps.values():

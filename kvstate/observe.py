@@ -25,8 +25,8 @@ from kvstate.spec.laws import laws
 from kvstate.view import view
 
 PUBLIC: Final = (
-    "create", "dummy", "resume", "resize", "rewind", "step", "settle", "commit", "stop_committing",
-    "suspend", "drop", "close_sequence", "poll", "trim",
+    "create", "dummy", "resume", "resize", "rewind", "step", "settle", "commit", "commit_each",
+    "stop_committing", "suspend", "drop", "close_sequence", "poll", "trim",
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 
@@ -77,6 +77,10 @@ class Recorder:
             "step": self._step,
             "settle": self._settle,
             "commit": self._commit,
+            "commit_each": lambda args, _: trace.CommitEach(
+                seqs=[seq.uid for seq in args["batch"]],
+                tokens=np.atleast_1d(np.asarray(args["tokens"], np.int32)).ravel().tolist(),
+            ),
             "poll": lambda args, _: trace.Poll(),
             "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
             "resume": lambda args, _: trace.Resume(
@@ -98,13 +102,15 @@ class Recorder:
 
     def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:
         """Write down one call and what it raised. A call that made nothing names 0."""
-        polled = self.kv.flight.polled
+        polled, quiesced = self.kv.flight.polled, self.kv.flight.quiesced
         call = msgspec.structs.replace(
             self._makers[name](args, result),
             error=None if error is None else type(error).__name__,
             ended=[(token, ok) for token, ok in polled],
+            failed=[token for token, ok in quiesced if not ok],
         )
         polled.clear()
+        quiesced.clear()
         self.sink(trace.encode(call) + b"\n")
 
     def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:

@@ -271,7 +271,10 @@ class Batch:
     its sequences is then worked out once.
     """
 
-    __slots__ = ("_counts", "_tokens", "mask", "members", "named", "rows", "seqs", "version")
+    __slots__ = (
+        "_counts", "_tokens", "commit_version", "mask", "members", "named", "rows", "seqs",
+        "version",
+    )  # fmt: skip
 
     def __init__(self, width: int, seqs: Iterable[Sequence]) -> None:
         self.members: dict[Sequence, int] = {}
@@ -285,6 +288,8 @@ class Batch:
         self._tokens: int | None = None
         self.version = -1
         """The version of the columns at which every member was found ready to step."""
+        self.commit_version = -1
+        """The same for committing."""
         for seq in seqs:
             self.members[seq] = seq.row
         self._changed()
@@ -328,7 +333,7 @@ class Batch:
         self.mask[self.rows] = 1
         self.named = self.mask.astype(np.bool_)
         self._tokens = None
-        self.version = -1
+        self.version = self.commit_version = -1
 
 
 class Step:

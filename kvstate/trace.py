@@ -27,6 +27,7 @@ VERSION: Final = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[int, Meta(ge=0)]
+Id = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
 class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -58,6 +59,9 @@ class Call(
 
     A replay delivers the same; where it is not said, whatever has ended then.
     """
+
+    failed: list[int] = []
+    """The copies that a quiesce of this call found to have failed."""
 
     event: ClassVar[str] = ""
     """The event of the sequence table that it fires."""
@@ -125,7 +129,15 @@ class Commit(Call, frozen=True, kw_only=True):
     """`Manager.commit`: the ids of the next tokens."""
 
     seq: Name
-    tokens: list[Annotated[int, Meta(ge=-(2**31), lt=2**31)]]
+    tokens: list[Id]
+    event = "commit"
+
+
+class CommitEach(Call, frozen=True, kw_only=True):
+    """`Manager.commit_each`: the id of the next token of each sequence."""
+
+    seqs: list[Name]
+    tokens: list[Id]
     event = "commit"
 
 
@@ -171,8 +183,8 @@ class Trim(Call, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Create | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | Stop | Suspend | Drop
-    | Close | Poll | Trim
+    Create | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
+    | Suspend | Drop | Close | Poll | Trim
 )  # fmt: skip
 """One line of a trace after the header."""
 

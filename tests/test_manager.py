@@ -639,6 +639,7 @@ def test_statistics_are_a_snapshot(open_manager: Open) -> None:
 
 def test_closing_gives_everything_back_twice(caplog: pytest.LogCaptureFixture) -> None:
     device = HostDevice()
+    caplog.set_level(logging.WARNING, "kvstate")
     with Manager(small(), device, debug=True) as kv:
         step = kv.step(kv.batch([start(kv, 5)]), 1)
         start(kv, 4).suspend()

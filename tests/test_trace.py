@@ -84,7 +84,9 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     other = kv.create(8)
     other.resume()
     kv.settle(kv.step(kv.batch([other, seq])))
-    other.commit([7])
+    kv.commit_each(kv.batch([other]), [7])
+    with pytest.raises(KvStateError):
+        other.commit([8])
     other.stop_committing()
     other.suspend(after=device.record(None))
     kv.poll()
@@ -103,6 +105,7 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     refused = [record for record in records if record.get("error")]
     assert [(r["call"], r["error"]) for r in refused] == [
         ("resize", "IllegalTransition"), ("create", "IllegalTransition"),
+        ("commit", "IllegalTransition"),
     ]  # fmt: skip
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(lines))

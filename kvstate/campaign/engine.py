@@ -189,10 +189,14 @@ class Engine:
         self.device.synchronize(self.stream)
         self.kv.settle(step)
         self._read_checks()
+        firsts = [one.story.settled for one in self.running]
         for one, count in zip(self.running, counts, strict=True):
-            first = one.story.settled
             one.story.settled += count
-            self.kv.commit(one.seq, np.arange(first, first + count, dtype=np.int32))
+        if max(counts) == 1:
+            self.kv.commit_each(self.batch, firsts)
+        else:
+            for one, first, count in zip(self.running, firsts, counts, strict=True):
+                self.kv.commit(one.seq, np.arange(first, first + count, dtype=np.int32))
         self.outcome.tokens += sum(counts)
         self.outcome.steps += 1
 

@@ -39,6 +39,10 @@ def is_legal(player: Player, call: trace.AnyCall) -> bool:
     if isinstance(call, trace.Step):
         wanted = zip(call.seqs, call.tokens, strict=True)
         return all(_may_step(player.known(name).seq, count) for name, count in wanted)
+    if isinstance(call, trace.CommitEach):
+        members = [player.known(name) for name in call.seqs]
+        ready = all(may(one.seq, "commit") for one in members)
+        return ready and all(one.story.known < one.story.settled for one in members)
     if isinstance(call, trace.Settle):
         return _may_settle(player.launched(call.step), call.accepted)
     played = player.known(call.seq)

@@ -127,7 +127,7 @@ class Player:
         self._lost = False
         if call.seed is not None:
             self.device.schedule(call.seed)
-        self.device.script(call.ended)
+        self.device.script(call.ended, call.failed)
         for kind, nth in call.fail.items():
             self.device.fail_next(kind, nth)
         error: KvStateError | None = None
@@ -295,6 +295,12 @@ class Player:
         played = self.known(call.seq)
         self.kv.commit(played.seq, call.tokens)
         played.story.known += len(call.tokens)
+
+    def _commiteach(self, call: trace.CommitEach) -> None:
+        members = [self.known(name) for name in call.seqs]
+        self.kv.commit_each(self.kv.batch(played.seq for played in members), call.tokens)
+        for played in members:
+            played.story.known += 1
 
     def _stop(self, call: trace.Stop) -> None:
         played = self.known(call.seq)

@@ -21,8 +21,8 @@ from kvstate.campaign.player import STREAMS, Played, Player
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 
 FAILURES: Final = {
-    trace.Resume: ("create", "map", "copy", "complete", "unmap", "quiesce"),
-    trace.Suspend: ("copy", "complete", "record", "quiesce"),
+    trace.Resume: ("complete", "complete", "complete", "copy", "create", "map", "unmap", "quiesce"),
+    trace.Suspend: ("complete", "complete", "copy", "record", "quiesce"),
     trace.Step: ("create", "map", "unmap", "quiesce"),
     trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
     trace.Trim: ("unmap", "release", "quiesce"),
@@ -37,7 +37,7 @@ Rule = Callable[[Player, Random], trace.AnyCall | None]
 
 def draw_config(random: Random) -> Config:
     """A small configuration: few frames and slots, blocks smaller and larger than a frame."""
-    block = random.choice((1, 2, 3, 4, 8, 16))
+    block = random.choice((1, 1, 2, 2, 3, 4, 8, 16))
     layer = LayerSpec(
         kv_heads=random.choice((1, 2, 3)),
         head_dim=random.choice((8, 24, 64, 128)),
@@ -80,9 +80,9 @@ def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
 def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
     """Mostly none; else one kind of device call, at times two, so that an undo fails too."""
     kinds, chance = FAILURES.get(type(call), ()), random.random()
-    if not kinds or chance > (0.25 if isinstance(call, trace.Resume) else 0.12):
+    if not kinds or chance > (0.25 if isinstance(call, trace.Resume | trace.Suspend) else 0.1):
         return {}
-    chosen = random.sample(kinds, 2 if chance < 0.03 else 1)
+    chosen = random.sample(kinds, 2 if chance < 0.03 and len(kinds) > 1 else 1)
     if "fill" in chosen and random.random() < 0.8:
         return {}
     return {kind: random.choice((1, 1, 1, 2)) for kind in chosen}
@@ -102,8 +102,11 @@ def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCal
     return rule
 
 
-def _create(player: Player, random: Random) -> trace.AnyCall:
-    tokens = random.randint(1, player.config.max_tokens)
+def _create(player: Player, random: Random) -> trace.AnyCall | None:
+    if not player.kv.columns.free and random.random() < 0.8:
+        return None
+    most = player.config.max_tokens
+    tokens = max(random.randint(1, most), random.randint(1, most))
     salt = random.choice(("", "", "aa", "bb"))
     return trace.Create(
         seq=player.next_name(), max_tokens=tokens, salt=salt, commit=random.random() < 0.8
@@ -157,6 +160,16 @@ def _step(player: Player, random: Random) -> trace.AnyCall | None:
     return trace.Step(step=player.next_name(), seqs=names, tokens=tokens)
 
 
+def _commit_each(player: Player, random: Random) -> trace.AnyCall | None:
+    ready = [name for name, played in player.seqs.items() if may(played.seq, "commit")]
+    room = [n for n in ready if player.seqs[n].story.known < player.seqs[n].story.settled]
+    pool = room if room and random.random() < 0.9 else list(player.seqs)
+    if not pool:
+        return None
+    names = random.sample(pool, random.randint(1, len(pool)))
+    return trace.CommitEach(seqs=names, tokens=[random.randrange(1000) for _ in names])
+
+
 def _settle(player: Player, random: Random) -> trace.AnyCall | None:
     if not player.steps:
         return None
@@ -180,20 +193,20 @@ def _trim(player: Player, random: Random) -> trace.AnyCall:
 
 
 _OF_SEQUENCES: Final = {
-    "resume": (6, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
+    "resume": (8, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
     "grow": (5, _resize),
     "rewind": (2, _rewind),
-    "commit": (6, _commit),
+    "commit": (8, _commit),
     "stop_committing": (0.5, lambda _, random, name: trace.Stop(seq=name)),
     "suspend": (5, lambda _, random, name: trace.Suspend(seq=name, after=random.random() < 0.3)),
-    "drop": (1.5, lambda _, random, name: trace.Drop(seq=name, after=random.random() < 0.3)),
+    "drop": (2, lambda _, random, name: trace.Drop(seq=name, after=random.random() < 0.3)),
     "close": (2, lambda _, random, name: trace.Close(seq=name, after=random.random() < 0.3)),
 }  # fmt: skip
 """(weight, how to draw the arguments) for every event that one sequence gets."""
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (4, _create), "dummy": (0.3, _dummy), "step": (10, _step), "settle": (10, _settle),
-    "poll": (4, _poll), "trim": (0.7, _trim),
+    "commit_each": (4, _commit_each), "poll": (4, _poll), "trim": (0.7, _trim),
 }  # fmt: skip
 
 RULES: Final[dict[str, tuple[float, Rule]]] = {

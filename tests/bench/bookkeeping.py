@@ -1,0 +1,166 @@
+"""What the bookkeeping itself costs: the null device, laws off, medians over repeats.
+
+Run by hand: `python tests/bench/bookkeeping.py [--json]`. Not a test: machines differ and are
+shared. Beside the figures stands how long a fixed piece of plain Python took in the same run, so
+that runs can be compared.
+
+256 sequences at staggered lengths, 32 tokens a block, frames of 2 MiB, 128 KiB a token (an 8B
+model): 16 tokens a frame. Settled steps that cross no frame are timed apart from the growth over
+one.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Callable
+from statistics import median
+from time import perf_counter_ns
+
+import msgspec
+import numpy as np
+
+from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
+from kvstate.config import MIB
+from kvstate.gpu import NullDevice
+
+SEQUENCES, BLOCK = 256, 32
+REPEATS = 2000
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Microseconds, medians."""
+
+    step_us: float
+    """`step` and `settle` of all sequences, without commits."""
+    step_us_long: float
+    """The same at 100,000 tokens a sequence."""
+    step_commit_us: float
+    """With the commit of one token of each: eight blocks a step become full."""
+    suspend_us: float
+    resume_us: float
+    close_us: float
+    """Of a sequence of 20 blocks."""
+    grow_us: float
+    """A step of one sequence that crosses a frame."""
+    reference_us: float
+    """A fixed piece of plain Python, for comparing machines."""
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Microseconds of one call."""
+    started = perf_counter_ns()
+    call()
+    return (perf_counter_ns() - started) / 1000
+
+
+def opened(max_tokens: int) -> Manager:
+    config = Config(
+        layers=[LayerSpec(kv_heads=8, head_dim=128, count=32)],
+        gpu=GpuTier(budget_bytes=2_000_000 * 2 * MIB),
+        host=HostTier(4096 * 4 * MIB),
+        tokens_per_block=BLOCK,
+        max_tokens=max_tokens,
+        max_sequences=SEQUENCES,
+    )
+    return Manager(config, NullDevice())
+
+
+def running(kv: Manager, tokens: int) -> list[Sequence]:
+    """All sequences, at staggered lengths, with room for what will be timed."""
+    seqs = [kv.create() for _ in range(SEQUENCES)]
+    for at, seq in enumerate(seqs):
+        seq.resume()
+        length = tokens + at % BLOCK
+        seq.resize(length + REPEATS + 64)
+        kv.settle(kv.step(kv.batch([seq]), length))
+    return seqs
+
+
+def step(tokens: int, *, commit: bool = False) -> float:
+    """Median of one step and settle of all sequences."""
+    with opened(tokens + 2 * REPEATS) as kv:
+        seqs = running(kv, tokens)
+        batch, ids = kv.batch(seqs), np.arange(SEQUENCES, dtype=np.int32)
+        if commit:
+            for seq in seqs:
+                seq.commit(np.zeros(seq.length_tokens, np.int32))
+
+        def once() -> None:
+            kv.settle(kv.step(batch))
+            if commit:
+                kv.commit_each(batch, ids)
+
+        took = median(timed(once) for _ in range(REPEATS))
+        close(seqs)
+        return took
+
+
+def close(seqs: list[Sequence]) -> None:
+    for seq in seqs:
+        seq.close()
+
+
+def lifecycle() -> dict[str, float]:
+    """Medians of suspend, resume and close of a 20-block sequence, and of a growth over a
+    frame."""
+    times: dict[str, list[float]] = {"suspend_us": [], "resume_us": [], "close_us": []}
+    with opened(2048) as kv:
+        for _ in range(REPEATS):
+            seq = kv.create(2048)
+            seq.resume()
+            kv.settle(kv.step(kv.batch([seq]), 20 * BLOCK))
+            times["suspend_us"].append(timed(seq.suspend))
+            kv.poll()
+            times["resume_us"].append(timed(seq.resume))
+            kv.poll()
+            times["close_us"].append(timed(seq.close))
+    return {name: median(values) for name, values in times.items()} | {"grow_us": grow()}
+
+
+def grow() -> float:
+    """Median of what a frame costs a step: a step that crosses one, less a step that does not."""
+    crossing: list[float] = []
+    plain: list[float] = []
+    with opened(40_000) as kv:
+        kv.ladder.create(4096)
+        seq = kv.create()
+        seq.resume()
+        batch = kv.batch([seq])
+        for at in range(REPEATS * 16):
+            took = timed(lambda: kv.settle(kv.step(batch)))
+            (plain if at % 16 else crossing).append(took)
+        seq.close()
+    return median(crossing) - median(plain)
+
+
+def reference() -> float:
+    """A hundred dictionary entries and as many tuples."""
+
+    def work() -> None:
+        entries = {}
+        for at in range(100):
+            entries[at] = (at, at + 1)
+
+    return median(timed(work) for _ in range(REPEATS))
+
+
+def main() -> None:
+    """Measure and print."""
+    gc.freeze()
+    report = Report(
+        step_us=step(1000),
+        step_us_long=step(100_000),
+        step_commit_us=step(1000, commit=True),
+        **lifecycle(),
+        reference_us=reference(),
+    )
+    if "--json" in sys.argv:
+        print(msgspec.json.encode(report).decode())
+    else:
+        for name, value in msgspec.structs.asdict(report).items():
+            print(f"{name:16} {value:8.1f}")
+
+
+if __name__ == "__main__":
+    main()
