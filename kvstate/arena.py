@@ -146,10 +146,6 @@ class Arena:
         self.addresses.give(*self._addresses(range_))
         del self.ranges[range_.number]
 
-    def blocks(self, frames: int) -> int:
-        """The blocks that have at least a part in the first that many frames of a range."""
-        return -(-frames * self.geometry.frame_bytes // self.geometry.block_bytes)
-
     def slot(self, range_: Range) -> int:
         """The slot of the range's first block; the others follow in order."""
         return (range_.base - self.base) // self.geometry.block_bytes

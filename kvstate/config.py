@@ -146,6 +146,10 @@ class Geometry:
         """The blocks that hold that many tokens."""
         return -(-tokens // self.tokens_per_block)
 
+    def blocks_in(self, frames: int) -> int:
+        """The blocks that have at least a part in the first that many frames of a range."""
+        return -(-frames * self.frame_bytes // self.block_bytes)
+
     def tokens(self, frames: int) -> int:
         """The tokens that fit in that many frames from a range's base."""
         return frames * self.frame_bytes // self.row_bytes

@@ -171,10 +171,11 @@ class Flight:
         current = transfer.current and seq.transfer is transfer
         if current:
             blocks = geometry.blocks(seq.held_tokens)
-            plan.operands |= {"sequence": (seq,), "held": ((seq.pages, 0, blocks),)}
-            plan.operands |= {"loading": plan.operands["held"]}
+            held = ((seq.pages, 0, blocks),)
             if transfer.inward and not ok:
-                plan.operands |= runs.freeing(seq, geometry, blocks)
+                plan.operands = runs.freeing(seq, geometry, blocks)
+            plan.operands |= {"slots": transfer.slots, "sequence": (seq,)}
+            plan.operands |= {"held": held, "loading": held}
             self.ended.append(Ended(self.call, seq.uid, transfer.outward, ok))
         plan.move(_DONE if ok else _FAIL, transfer)
         self.actor.run(plan)

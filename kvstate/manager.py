@@ -205,7 +205,7 @@ class Manager:
 
     def _plan_resume(self, chosen: ObjectRow, seq: Sequence, stream: Stream) -> tuple[Plan, Range]:
         tokens = seq.held_tokens
-        frames, extent = self.geometry.frames(tokens), self.geometry.extent(seq.max_tokens)
+        frames, extent = self.geometry.frames(tokens), seq.extent_frames
         if not self.admits(tokens):
             raise self._short(str(seq), max(1, frames), "gate")
         parked = self.arena.fitting(extent) if self.config.adopt else None
@@ -215,10 +215,10 @@ class Manager:
         plan = self._plan_frames(seq, {range_: frames})
         plan.base, plan.room, plan.stream = range_.base, seq.slots, stream
         plan.size_bytes = tokens * self.geometry.row_bytes
-        plan.operands = self._growth(plan, seq, range_, frames, opened=seq.held_pages)
-        plan.operands |= runs.hosted(seq)
-        plan.operands |= {"adopted": (parked,)} if parked else {"reserved": (range_,)}
-        plan.operands |= {"parked_pages": ((range_.pages, 0, len(range_.pages.states)),)}
+        plan.operands = operands = runs.hosted(seq)
+        operands |= self._growth(plan, seq, range_, frames, self.geometry.blocks(tokens))
+        operands["adopted" if parked else "reserved"] = (range_,)
+        operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
         plan.move(_RESUME, seq, chosen)
         return plan, range_
 
@@ -276,7 +276,7 @@ class Manager:
         for (seq, frames), range_ in zip(wanted, uses, strict=True):
             opened = self.geometry.blocks(seq.capacity_tokens)
             plan.operands = self._growth(plan, seq, range_, frames, opened)
-            plan.move(_GROW, seq)
+            plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
 
     def rewind(self, seq: Sequence, length_tokens: int) -> None:
@@ -527,7 +527,8 @@ class Manager:
         plan = self.flight.plan()
         plan.base, plan.room, plan.stream, plan.event = seq.range.base, room, seq.stream, after
         plan.size_bytes = tokens * self.geometry.row_bytes
-        plan.operands = runs.freeing(seq, self.geometry, blocks) | {"room": room}
+        plan.operands = operands = runs.freeing(seq, self.geometry, blocks)
+        operands["room"] = room
         plan.move(_SUSPEND, seq, chosen)
         return plan
 
@@ -537,23 +538,23 @@ class Manager:
         GPU memory is reused once `after`, steps in flight and copies are done.
         """
         blocks = self.geometry.blocks(seq.written_tokens)
-        self._leave(_DROP, seq, after, lambda: runs.freeing(seq, self.geometry, blocks))
+        self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
         seq.forget_tokens()
         self.counters["drops"] += 1
 
     def close_sequence(self, seq: Sequence, after: Event = None) -> None:
         """End the sequence, in whatever state it is. Its memory is reused as `drop` says."""
-        self._leave(_CLOSE, seq, after, lambda: runs.leaving(seq, self.geometry))
+        self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
         if seq.state == CLOSED.code:
             self._retire(seq)
         self.counters["closes"] += 1
 
     def _leave(
-        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: Callable[[], runs.Operands]
+        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands
     ) -> None:
         self._enter()
         plan = self.flight.plan()
-        plan.operands = leaves() | runs.hosted(seq)
+        plan.operands = leaves | runs.hosted(seq)
         plan.move(event, seq)
         self._fence(seq, after)
         self.actor.run(plan)
@@ -680,10 +681,13 @@ class Manager:
 
     def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
         """An empty plan that is going to charge each range up to that frame."""
-        plan = self.flight.plan()
-        fresh = sum(max(0, end - range_.mapped) for range_, end in uses.items())
-        plan.spare = len(self.gpu.pool.ids) - fresh
-        if plan.spare < 0:
+        plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
+        for range_, end in uses.items():
+            fresh = end - len(range_.frames.ids)
+            if fresh > 0:
+                spare -= fresh
+        plan.spare = spare
+        if spare < 0:
             needed = sum(max(0, end - range_.charged) for range_, end in uses.items())
             raise self._short(str(what), needed, "budget", uses)
         return plan

@@ -133,12 +133,12 @@ class Ladder:
 
     def _pages_above(self, range_: Range, frames: int) -> list[tuple[object, int, int]]:
         """The page records of a parked range that keep no memory when it is that short."""
-        keep = self.arena.blocks(frames)
+        keep = self.arena.geometry.blocks_in(frames)
         return [(range_.pages, keep, len(range_.pages.states))]
 
     def _shortened(self, range_: Range, frames: int) -> None:
         """Forget the records of pages without memory, and a parked range without frames."""
-        del range_.pages.states[self.arena.blocks(frames) :]
+        del range_.pages.states[self.arena.geometry.blocks_in(frames) :]
         if not frames and range_.state == PARKED.code:
             plan = self.flight.plan()
             plan.move(_VACATE, range_)

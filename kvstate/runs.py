@@ -14,6 +14,7 @@ from kvstate.config import Geometry
 from kvstate.plan import Cells, Frames, Plan
 from kvstate.sequence import Sequence
 from kvstate.spec.page import VACANT
+from kvstate.spec.sequence import DROPPED
 
 Operands = dict[str, Iterable[Any]]
 
@@ -27,35 +28,42 @@ def growth(
     `opened` pages are in use already. A margin of `ahead_frames` is mapped as far as the pool has
     frames that nobody in the plan needs.
     """
-    mapped = range_.mapped
-    fresh = max(0, frames - mapped)
-    margin = min(frames + ahead_frames, range_.extent_frames) - mapped - fresh
-    ahead = max(0, min(margin, plan.spare))
-    end = len(pool.ids) - plan.taken
-    plan.taken += fresh + ahead
-    plan.spare -= ahead
-    capacity = min(seq.max_tokens, geometry.tokens(frames))
-    return {
-        "in_place": ((range_.frames, range_.charged, min(frames, mapped)),),
-        "fresh": ((pool, end - fresh, end, range_.frames),),
-        "ahead": ((pool, end - fresh - ahead, end - fresh, range_.frames),),
-        "opened": ((seq.pages, opened, geometry.blocks(capacity)),),
-    }
+    own, found = range_.frames, Operands()
+    mapped = len(own.ids)
+    charged = range_.charged
+    if charged < frames and charged < mapped:
+        found["in_place"] = ((own, charged, min(frames, mapped)),)
+    if frames > mapped:
+        end = len(pool.ids) - plan.taken
+        plan.taken += frames - mapped
+        found["fresh"] = ((pool, end - (frames - mapped), end, own),)
+        mapped = frames
+    if ahead_frames:
+        margin = min(frames + ahead_frames, range_.extent_frames) - mapped
+        ahead = min(margin, plan.spare)
+        if ahead > 0:
+            end = len(pool.ids) - plan.taken
+            plan.taken += ahead
+            plan.spare -= ahead
+            found["ahead"] = ((pool, end - ahead, end, own),)
+    pages = geometry.blocks(min(seq.max_tokens, geometry.tokens(frames)))
+    if opened < pages:
+        found["opened"] = ((seq.pages, opened, pages),)
+    return found
 
 
 def freeing(seq: Sequence, geometry: Geometry, blocks: int) -> Operands:
-    """The range that a sequence leaves while it keeps its page records, `blocks` of them with
-    tokens."""
+    """The range that a sequence leaves while it keeps `blocks` of its page records."""
     range_ = seq.range
     if range_ is None:
         return {}
+    pages, mapped = seq.pages, len(range_.frames.ids)
     return {
-        "written": ((seq.pages, 0, blocks),),
-        "loading": ((seq.pages, 0, blocks),),
-        "emptied": ((seq.pages, blocks, geometry.blocks(seq.capacity_tokens)),),
+        "written": ((pages, 0, blocks),),
+        "emptied": ((pages, blocks, geometry.blocks(seq.capacity_tokens)),),
         "range": (range_,),
-        "frames": ((range_.frames, 0, range_.mapped),),
-        "left": (_left(range_, mapped_blocks(range_, geometry)),),
+        "frames": ((range_.frames, 0, mapped),),
+        "left": (_left(range_, geometry.blocks_in(mapped)),),
     }
 
 
@@ -64,28 +72,24 @@ def leaving(seq: Sequence, geometry: Geometry) -> Operands:
     range_ = seq.range
     if range_ is None:
         return {}
-    blocks = mapped_blocks(range_, geometry)
+    mapped = len(range_.frames.ids)
+    blocks = geometry.blocks_in(mapped)
     own = min(blocks, len(seq.pages.states))
     return {
         "resident": ((seq.pages, 0, own),),
         "range": (range_,),
-        "frames": ((range_.frames, 0, range_.mapped),),
+        "frames": ((range_.frames, 0, mapped),),
         "left": (_left(range_, blocks - own),),
     }
 
 
 def hosted(seq: Sequence) -> Operands:
     """What a sequence has on the host, and what it has lost."""
-    return {
-        "held": ((seq.pages, 0, seq.held_pages),),
-        "dropped": ((seq.pages, 0, seq.dropped_pages),),
-        "slots": seq.slots,
-    }
-
-
-def mapped_blocks(range_: Range, geometry: Geometry) -> int:
-    """The blocks of a range that have at least a part of their memory mapped."""
-    return -(-range_.mapped * geometry.frame_bytes // geometry.block_bytes)
+    if seq.slots:
+        return {"held": ((seq.pages, 0, seq.held_pages),), "slots": seq.slots}
+    if seq.state == DROPPED.code:
+        return {"dropped": ((seq.pages, 0, seq.dropped_pages),)}
+    return {}
 
 
 def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
@@ -93,14 +97,16 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     range_ = seq.range
     if range_ is None:
         return
-    states = bytearray()
+    states = range_.pages.states
     for name in ("resident", "left"):
         for cells, low, high in operands.get(name, ()):
             states += cells.states[low:high]
-    range_.pages.states[:] = states
     range_.owner = seq.range = None
     seq.columns.capacity[seq.row] = 0
 
 
 def _left(range_: Range, blocks: int) -> tuple[Cells, int, int]:
-    return Cells(range_, bytearray([VACANT.code]) * blocks), 0, blocks
+    return Cells(range_, bytearray(blocks)), 0, blocks
+
+
+assert VACANT.code == 0, "fresh page records are zeros"

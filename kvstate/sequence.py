@@ -102,8 +102,8 @@ class Sequence:
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
-        "_life", "columns", "commits", "held_tokens", "keys", "kv", "max_tokens", "pages",
-        "range", "row", "salt", "slots", "state", "stream", "transfer", "uid",
+        "_life", "columns", "commits", "extent_frames", "held_tokens", "keys", "kv", "max_tokens",
+        "pages", "range", "row", "salt", "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
 
     def __init__(
@@ -112,6 +112,8 @@ class Sequence:
         self.kv, self.uid, self.row = kv, uid, row
         self.columns = kv.columns
         self.max_tokens, self.salt, self.commits = max_tokens, salt, commits
+        self.extent_frames = kv.geometry.extent(max_tokens)
+        """The addresses that its range must have, in frames."""
         self._life = int(self.columns.life[row])
         self.state = self.columns.states[row] = CREATED.code
         """The code of its state."""

@@ -164,15 +164,12 @@ def _decider(table: Table, event: str) -> Callable[[Any], ObjectRow | None]:
 def _effect(effect: tuple[Assign, ...]) -> Callable[[Any], None] | None:
     if not effect:
         return None
+    targets = ", ".join(f"o.{assign.var.name}" for assign in effect)
     values = ", ".join(source(assign.value, "o") for assign in effect)
-    compute = build(f"lambda o: ({values},)")
-    names = [assign.var.name for assign in effect]
-
-    def apply(subject: object) -> None:
-        for name, value in zip(names, compute(subject), strict=True):
-            setattr(subject, name, value)
-
-    return apply
+    scope: dict[str, Any] = {"__builtins__": {}}
+    exec(compile(f"def apply(o): {targets} = {values}", "<kvstate table>", "exec"), scope)
+    applied: Callable[[Any], None] = scope["apply"]
+    return applied
 
 
 def _link(link: Link, events: dict[str, CellEvent | ObjectEvent]) -> CompiledLink:
