@@ -152,6 +152,13 @@ class Books:
                 return f"{place:#x} is mapped read-only"
         return None
 
+    def owns(self, address: int, size_bytes: int) -> bool:
+        """Whether these are addresses of ours at all, mapped or not."""
+        base = self._reservation(address)
+        if base is None:
+            return self._in_host(address, size_bytes)
+        return address + size_bytes <= base + self.reservations[base]
+
     def _check_inside(self, call: str, address: int, count: int) -> None:
         base = self._reservation(address)
         end = address + count * self.frame_bytes

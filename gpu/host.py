@@ -200,7 +200,18 @@ class HostDevice(SimulatedDevice):
             self._put(address, bytes([value]) * size_bytes)
 
     def move(self, runs: Sequence[CopyRun]) -> bool:
-        """Move bytes between any two addresses of this process."""
+        """Move bytes between addresses of ours; whether every one of them was there.
+
+        Memory of this process that is not the device's is never touched.
+        """
+        for run in runs:
+            for address in run[:2]:
+                if not self.owns(address, run.size_bytes):
+                    self._note_fault(run, f"{address:#x} is no memory of this device")
+                    return False
+        return self._move(runs)
+
+    def _move(self, runs: Sequence[CopyRun]) -> bool:
         for at in range(0, len(runs), IOV_MAX):
             part = runs[at : at + IOV_MAX]
             local = _vectors([(run.target, run.size_bytes) for run in part])
@@ -252,7 +263,11 @@ class HostDevice(SimulatedDevice):
     def _write_rows(self, segments: Segments) -> None:
         for address, position, count, key in segments.tolist():
             rows = pattern.rows(key, position, count, self._row_bytes)
-            self._write(rows.ctypes.data, address, rows.nbytes)
+            run = CopyRun(address, rows.ctypes.data, rows.nbytes)
+            if self.owns(address, rows.nbytes):
+                self._write(run)
+            else:
+                self._note_fault(run, f"{address:#x} is no memory of this device")
 
     def _verify_rows(self, segments: Segments, check: HostCheck) -> None:
         for address, position, count, key in segments.tolist():
@@ -269,7 +284,11 @@ class HostDevice(SimulatedDevice):
             return ()
         if size > self._scratch.nbytes:
             self._scratch = np.zeros(size // 4, np.uint32)
-        if not self.move([CopyRun(self._scratch.ctypes.data, address, size)]):
+        run = CopyRun(self._scratch.ctypes.data, address, size)
+        if not self.owns(address, size):
+            self._note_fault(run, f"{address:#x} is no memory of this device")
+            return range(count)
+        if not self._move([run]):
             return range(count)
         found = self._scratch[: size // 4].reshape(count, -1)
         wanted = pattern.rows(key, position, count, self._row_bytes)
@@ -282,9 +301,9 @@ class HostDevice(SimulatedDevice):
             return ()
         return tuple((s[0], s[2] * self._row_bytes) for s in segments.tolist())
 
-    def _write(self, source: int, target: int, size_bytes: int) -> bool:
-        local, remote = _vectors([(source, size_bytes)]), _vectors([(target, size_bytes)])
-        run = CopyRun(target, source, size_bytes)
+    def _write(self, run: CopyRun) -> bool:
+        local = _vectors([(run.source, run.size_bytes)])
+        remote = _vectors([(run.target, run.size_bytes)])
         return self._transfer(_libc.process_vm_writev, local, remote, 1, [run])
 
     def _transfer(
@@ -301,12 +320,15 @@ class HostDevice(SimulatedDevice):
         at = max(moved, 0)
         for run in runs:
             if at < run.size_bytes:
-                self.faults.append(
-                    f"{run.size_bytes} bytes from {run.source:#x} to {run.target:#x}: {reason}"
-                )
+                self._note_fault(run, reason)
                 return False
             at -= run.size_bytes
         raise AssertionError(f"{moved} bytes moved of {wanted}")
+
+    def _note_fault(self, run: CopyRun, reason: str) -> None:
+        self.faults.append(
+            f"{run.size_bytes} bytes from {run.source:#x} to {run.target:#x}: {reason}"
+        )
 
     def _mmap(
         self, call: str, address: int, size: int, protection: int, flags: int, file: int, at: int

@@ -15,57 +15,36 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from types import TracebackType
-from typing import Any, Final, Self, TypeVar
+from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstate import runs
-from kvstate.act import Actor
-from kvstate.arena import Arena, Range
-from kvstate.config import Config, Geometry
+from kvstate.arena import Range
+from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
-from kvstate.errors import (
-    CapacityError,
-    DeviceError,
-    DeviceFault,
-    HostExhausted,
-    IllegalTransition,
-    OutOfFrames,
-    OutOfRows,
-)
-from kvstate.flight import Flight
-from kvstate.plan import Plan, illegal_object
-from kvstate.reclaim import Ladder
-from kvstate.sequence import Batch, Column, Columns, Sequence, Step, Transfer
+from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
+from kvstate.plan import Plan
+from kvstate.sequence import Sequence, Transfer
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
 from kvstate.stats import Stats, stats
-from kvstate.tiers import FrameBudget, HostSlots
+from kvstate.stepping import Stepping
 
 log = logging.getLogger("kvstate")
-T = TypeVar("T")
-
-_ROUNDS: Final = 4
-"""How often a call looks for what its plan is short of."""
 
 _RESUME: Final = MACHINES.object("sequence.resume")
 _GROW: Final = MACHINES.object("sequence.grow")
 _SHRINK: Final = MACHINES.object("sequence.shrink")
 _REWIND: Final = MACHINES.object("sequence.rewind")
-_STEP: Final = MACHINES.object("sequence.step")
-_COMMIT: Final = MACHINES.object("sequence.commit")
-_STOP: Final = MACHINES.object("sequence.stop_committing")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
-_SETTLE: Final = MACHINES.object("step.settle")
 
 
-class Manager:
+class Manager(Stepping):
     """KV memory of one level on one device, for many sequences.
 
     Takes the device over and closes it. Belongs to the thread that made it. Use it as a context
@@ -85,39 +64,11 @@ class Manager:
         With `debug`, every law is checked after every call. `record` is called with every public
         call as one line of a trace (see `kvstate.trace`); a file's `write` will do.
         """
-        self.closed = True
-        self.config, self.device = config, device
-        self.geometry = geometry = Geometry(config)
-        self.columns = Columns(config.max_sequences, config.tokens_per_block)
-        self.gpu = FrameBudget(geometry.budget_frames)
-        self.host = HostSlots(geometry.host_slots, geometry.block_bytes)
-        self.sequences: dict[int, Sequence] = {}
-        """Every sequence that is not CLOSED, by uid."""
-        self.counters: Counter[str] = Counter()
-        self._created = self._stepped = 0
-        self.arena = Arena(geometry, self._reserve(geometry), self.gpu.counts)
-        self.actor = Actor(device, self.host, geometry.frame_bytes)
-        ignored = None if config.scrub else "scrub"
-        self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
-        ahead = config.gpu.map_ahead_frames
-        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, ahead)
-        self.closed = False
+        super().__init__(config, device)
         if debug or record:
             from kvstate.observe import observe
 
             observe(self, debug=debug, record=record)
-
-    def _reserve(self, geometry: Geometry) -> int:
-        """Reserve host memory and addresses; if either fails, keep neither."""
-        base = self.device.reserve(geometry.arena_bytes, geometry.align_bytes)
-        try:
-            if geometry.host_slots:
-                size_bytes = geometry.host_slots * geometry.block_bytes
-                self.host.address = self.device.host_reserve(size_bytes)
-        except DeviceError:
-            self.device.unreserve(base)
-            raise
-        return base
 
     # Admission.
 
@@ -251,34 +202,6 @@ class Manager:
         self.flight.settle(plan)
         self._set_capacity(seq)
 
-    def _grow(
-        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None
-    ) -> None:
-        """Give every sequence that many charged frames, in one pass of maps for all of them."""
-        plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch)
-        self.actor.run(plan)
-        self.flight.settle(plan)
-        for seq, _ in wanted:
-            self._set_capacity(seq)
-
-    def _plan_grow(
-        self,
-        chosen: ObjectRow,
-        first: Sequence,
-        wanted: list[tuple[Sequence, int]],
-        what: str,
-        batch: Batch | None,
-    ) -> Plan:
-        if batch is not None and batch.version != self.columns.version:
-            self._check_step(batch)
-        uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
-        plan = self._plan_frames(what, uses)
-        for (seq, frames), range_ in zip(wanted, uses, strict=True):
-            opened = self.geometry.blocks(seq.capacity_tokens)
-            plan.operands = self._growth(plan, seq, range_, frames, opened)
-            plan.move(_GROW, seq, chosen if seq is first else None)
-        return plan
-
     def rewind(self, seq: Sequence, length_tokens: int) -> None:
         """Take tokens back, exactly; the memory stays. No step of the sequence may be in flight.
 
@@ -297,200 +220,6 @@ class Manager:
             self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32)
             del seq.keys[full:]
         self.columns.set_lengths(seq.row, length_tokens)
-
-    # Steps.
-
-    def batch(self, seqs: Iterable[Sequence]) -> Batch:
-        """Sequences to step together. Building it costs O(batch); stepping it does not."""
-        return Batch(self.columns.rows + 1, seqs)
-
-    def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
-        """Issue a step: room and positions for the next tokens of every sequence of the batch.
-
-        `tokens` is one number for all, or one for each (chunks, drafts). Maps what must grow, in
-        one pass, or raises OutOfFrames with nothing changed. Launch the step's work before the
-        next call that takes memory from one of its sequences. Cost: numpy over the rows, and
-        Python only for sequences that cross a frame.
-        """
-        self._enter()
-        columns, counts = self.columns, batch.counts(tokens)
-        if batch.version != columns.version or self.flight.coverage is not None:
-            self._check_step(batch)
-        ends = columns.scheduled + counts
-        over = (ends > columns.capacity) & batch.named
-        if np.count_nonzero(over):
-            self._grow_batch(batch, over, ends)
-            ends = columns.scheduled + counts
-        self._stepped += 1
-        step = Step(self._stepped, batch, counts, columns)
-        columns.scheduled = ends
-        columns.steps += batch.mask
-        self.flight.steps[step.number] = step
-        return step
-
-    def _check_step(self, batch: Batch) -> None:
-        """Find every member ready to step; that holds until a state changes."""
-        plan = self.flight.plan()
-        for seq in batch.seqs:
-            plan.move(_STEP, seq)
-        batch.version = self.columns.version
-
-    def _grow_batch(self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column) -> None:
-        wanted = []
-        for seq in batch.seqs:
-            if over[seq.row]:
-                end = int(ends[seq.row])
-                self._check_length(seq, "step", 0, end, seq.max_tokens)
-                wanted.append((seq, self.geometry.frames(end)))
-        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
-
-    def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
-        """A step is done on the device: its accepted tokens are really there.
-
-        `accepted` is one number a sequence in the batch's order; by default all. Rejected tokens
-        are taken back, and with them later steps that continued from them. Returns the sequences
-        for which the step meant nothing, because their bytes were lost or taken back meanwhile.
-        """
-        self._enter()
-        columns, steps = self.columns, self.flight.steps
-        same = step.version == columns.version and not self.flight.loads
-        oldest = next(iter(steps.values()), None) is step
-        if accepted is None and same and oldest and self.flight.coverage is None:
-            plan, taken = self.flight.plan(), step.counts
-            void: tuple[Sequence, ...] = ()
-            plan.move(_SETTLE, step)
-        else:
-            plan, taken, void = self._plan_settle(step, accepted)
-        self.flight.settle(plan)
-        columns.settled += taken
-        columns.steps -= step.mask
-        del steps[step.number]
-        if taken is not step.counts:
-            self._after_settle(step, taken, void)
-        return void
-
-    def _plan_settle(
-        self, step: Step, accepted: npt.ArrayLike | None
-    ) -> tuple[Plan, Column, tuple[Sequence, ...]]:
-        """The careful way: some sequence changed since the step, or rejects tokens."""
-        self._legal(_SETTLE, step)
-        if self.flight.loads and any(seq.loading for seq in step.seqs):
-            self.flight.poll()
-            if any(seq.loading for seq in step.seqs):
-                self.flight.quiesce()
-        taken = self._accepted(step, accepted)
-        live = self.columns.life == step.life
-        members = [seq for seq in step.seqs if live[seq.row]]
-        for seq in members:
-            self._check_order(step, seq)
-        plan = self.flight.plan()
-        leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
-        plan.operands = {"members": members, "leavers": leavers}
-        plan.move(_SETTLE, step)
-        void = tuple(seq for seq in step.seqs if not live[seq.row])
-        return plan, np.where(live, taken, 0), void
-
-    def _accepted(self, step: Step, accepted: npt.ArrayLike | None) -> Column:
-        taken = step.counts.copy()
-        if accepted is not None:
-            numbers = np.asarray(accepted, np.int64)
-            fits = numbers.shape == step.rows.shape
-            if not fits or np.any(numbers < 0) or np.any(numbers > step.count_tokens):
-                reason = f"accepted is {numbers}, but the step issued {step.count_tokens} tokens"
-                raise IllegalTransition(str(step), "settle", "ISSUED", reason)
-            taken[step.rows] = numbers
-        return taken
-
-    def _check_order(self, step: Step, seq: Sequence) -> None:
-        if step.counts[seq.row] and step.starts[seq.row] != seq.length_tokens:
-            reason = (
-                f"it begins at {step.starts[seq.row]}, but {seq} is settled up to "
-                f"{seq.length_tokens}: settle the earlier step first"
-            )
-            raise IllegalTransition(str(step), "settle", "ISSUED", reason)
-
-    def _after_settle(self, step: Step, taken: Column, void: tuple[Sequence, ...]) -> None:
-        """Take rejected tokens back, and let closed sequences go."""
-        for seq in step.seqs:
-            if seq.state == CLOSED.code:
-                self._retire(seq)
-            elif taken[seq.row] < step.counts[seq.row] and seq not in void:
-                self.columns.set_scheduled(seq.row, seq.length_tokens)
-                self.columns.version += 1
-                for later in self.flight.steps.values():
-                    if later.number > step.number and later.names(seq):
-                        later.void(seq.row)
-
-    def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
-        """Name the ids of the next written tokens; blocks that are full become read-only.
-
-        `tokens` is anything that numpy makes int32 of. Illegal beyond the settled length.
-        """
-        self._enter()
-        self._legal(_COMMIT, seq)
-        ids = np.atleast_1d(np.asarray(tokens, np.int32)).ravel()
-        known, block = seq.committed_tokens, self.config.tokens_per_block
-        self._check_length(seq, "commit", known, known + len(ids), seq.length_tokens)
-        full = (known + len(ids)) // block
-        plan = self.flight.plan()
-        plan.operands = {"filled": ((seq.pages, known // block, full),)}
-        plan.move(_COMMIT, seq)
-        self.flight.settle(plan)
-        open_block = self.columns.open_block[seq.row]
-        ids = np.concatenate([open_block[: known % block], ids])
-        whole = len(ids) - len(ids) % block
-        seq.keys += [ids[at : at + block].tobytes() for at in range(0, whole, block)]
-        open_block[: len(ids) - whole] = ids[whole:]
-        self.columns.known[seq.row] = full * block + len(ids) - whole
-
-    def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
-        """Commit one token of every sequence of the batch: what `commit` does for one, for all.
-
-        All or none. Cost: numpy over the batch, and Python only for sequences whose block is full.
-        """
-        self._enter()
-        columns, block = self.columns, self.config.tokens_per_block
-        ids = np.asarray(tokens, np.int32)
-        if batch.commit_version != columns.version or self.flight.coverage is not None:
-            self._check_commit(batch)
-        rows = batch.rows
-        places = columns.known[rows]
-        if ids.shape != places.shape or np.count_nonzero(places >= columns.settled[rows]):
-            self._refuse_commit(batch, ids)
-        full = np.flatnonzero((places + 1) % block == 0).tolist()
-        plan = self.flight.plan()
-        for at in full:
-            seq, page = batch.seqs[at], int(places[at]) // block
-            plan.operands = {"filled": ((seq.pages, page, page + 1),)}
-            plan.move(_COMMIT, seq)
-        plan.settle()
-        columns.open_block[rows, places % block] = ids
-        columns.known += batch.mask
-        for at in full:
-            seq = batch.seqs[at]
-            seq.keys.append(columns.open_block[seq.row].tobytes())
-
-    def _check_commit(self, batch: Batch) -> None:
-        """Find every member ready to commit; that holds until a state changes."""
-        plan = self.flight.plan()
-        for seq in batch.seqs:
-            plan.move(_COMMIT, seq)
-        batch.commit_version = self.columns.version
-
-    def _refuse_commit(self, batch: Batch, ids: npt.NDArray[np.int32]) -> None:
-        if ids.shape != batch.rows.shape:
-            reason = f"tokens has the shape {ids.shape}: not one for each of {len(batch)}"
-            raise IllegalTransition("a batch", "commit", "ACTIVE", reason)
-        for seq in batch.seqs:
-            known = seq.committed_tokens
-            self._check_length(seq, "commit", known, known + 1, seq.length_tokens)
-
-    def stop_committing(self, seq: Sequence) -> None:
-        """From here on the sequence's blocks stay writable and private."""
-        self._enter()
-        plan = self.flight.plan()
-        plan.move(_STOP, seq)
-        self.flight.settle(plan)
 
     # Giving memory up.
 
@@ -568,6 +297,11 @@ class Manager:
             token = self.device.copy(Direction.OUT, (), after=[after])
             self.flight.issue(Transfer(token, seq, seq.range, ()))
 
+    def _issue(self, plan: Plan, transfer: Transfer) -> None:
+        """Enter the copy that the plan has issued."""
+        self.counters["host_bytes_moved"] += plan.size_bytes
+        self.flight.issue(transfer)
+
     # Time, and the end.
 
     def poll(self) -> list[Completion]:
@@ -632,105 +366,3 @@ class Manager:
     def __del__(self) -> None:
         if not getattr(self, "closed", True):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
-
-    # Inside.
-
-    def _enter(self) -> None:
-        """The beginning of every public call."""
-        if self.actor.fault is not None:
-            raise DeviceFault(f"the manager is poisoned and refuses work: {self.actor.fault}")
-        if self.closed:
-            raise IllegalTransition("the manager", "call", "CLOSED", "open a new one")
-        self.flight.call += 1
-
-    def _legal(self, event: ObjectEvent, subject: Any) -> None:
-        """Refuse an illegal event before anything is looked up, waited for or reclaimed."""
-        if event.decide(subject) is None:
-            raise illegal_object(event, subject)
-
-    def _attempt(self, event: ObjectEvent, seq: Sequence, build: Callable[..., T], *args: Any) -> T:
-        """Build a plan for an event that is legal. If something is short, find it, build again.
-
-        What is found is there for good, and the one quiesce is made once: a few rounds are enough
-        for a plan that came to use another range.
-        """
-        for _ in range(_ROUNDS):
-            chosen = event.decide(seq)
-            if chosen is None:
-                raise illegal_object(event, seq)
-            try:
-                return build(chosen, seq, *args)
-            except CapacityError as error:
-                short = error
-            try:
-                self._find(short)
-            except CapacityError:
-                break
-        raise self._refused(short)
-
-    def _find(self, short: CapacityError) -> None:
-        """Find what a plan is short of. Raises `short` if there is nothing to wait for."""
-        if isinstance(short, OutOfFrames) and short.place == "budget":
-            self.ladder.supply(short)
-        elif isinstance(short, OutOfFrames) and short.place == "addresses":
-            self.ladder.addresses(short)
-        elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
-            self.flight.quiesce()
-        else:
-            raise short
-
-    def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
-        """An empty plan that is going to charge each range up to that frame."""
-        plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
-        for range_, end in uses.items():
-            fresh = end - len(range_.frames.ids)
-            if fresh > 0:
-                spare -= fresh
-        plan.spare = spare
-        if spare < 0:
-            needed = sum(max(0, end - range_.charged) for range_, end in uses.items())
-            raise self._short(str(what), needed, "budget", uses)
-        return plan
-
-    def _short(
-        self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None
-    ) -> OutOfFrames:
-        gpu = self.gpu
-        return OutOfFrames(what, needed, gpu.free, gpu.reclaimable, gpu.coming, place, uses)
-
-    def _refused(self, error: CapacityError) -> CapacityError:
-        place = error.place if isinstance(error, OutOfFrames) else type(error).__name__
-        self.counters[f"refused.{place}"] += 1
-        return error
-
-    def _growth(
-        self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int
-    ) -> runs.Operands:
-        ahead = self.config.gpu.map_ahead_frames
-        return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead)
-
-    def _capacity(self, seq: Sequence, frames: int) -> int:
-        return min(seq.max_tokens, self.geometry.tokens(frames))
-
-    def _set_capacity(self, seq: Sequence) -> None:
-        assert seq.range is not None
-        self.columns.capacity[seq.row] = self._capacity(seq, seq.range.charged)
-
-    def _check_length(self, seq: Sequence, event: str, low: int, tokens: int, high: int) -> None:
-        if not low <= tokens <= high:
-            reason = f"{tokens} tokens is not from {low} to {high}"
-            raise IllegalTransition(str(seq), event, seq.state_name, reason)
-
-    def _issue(self, plan: Plan, transfer: Transfer) -> None:
-        """Enter the copy that the plan has issued."""
-        self.counters["host_bytes_moved"] += plan.size_bytes
-        self.flight.issue(transfer)
-
-    def _retire(self, seq: Sequence) -> None:
-        """A CLOSED sequence gives its row to the next one."""
-        row, columns = seq.row, self.columns
-        columns.known[row] = columns.capacity[row] = 0
-        columns.set_lengths(row, 0)
-        seq.row = columns.rows
-        columns.free.append(row)
-        del self.sequences[seq.uid]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from kvstate import Manager, TraceError, trace
 from kvstate.campaign.fuzz import play
 from kvstate.campaign.player import Broken, Player
-from kvstate.campaign.rules import draw, draw_config
+from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.device import ByteDevice
 from kvstate.errors import KvStateError
 from kvstate.gpu import HostDevice
@@ -33,14 +33,14 @@ def opened(streams: str, seed: int) -> ByteDevice:
 def record(path: Path, seed: int, calls: int = 60) -> None:
     """Let a campaign drive a manager that records itself."""
     random = Random(seed)
-    config = draw_config(random)
+    config, weights = draw_config(random), draw_weights(random)
     header = trace.Header(kvstate_trace=1, config=config, streams="adversarial", strict=False)
     device = HostDevice(streams="adversarial", seed=seed)
     with path.open("wb") as file:
         player = Player(header, device)
         observe(player.kv, record=file.write)
         for _ in range(calls):
-            player.apply(draw(player, random))
+            player.apply(draw(player, random, weights))
             if player.kv.actor.fault is not None:
                 break
         player.finish()

@@ -22,14 +22,14 @@ from attrs import define, field, frozen
 
 from kvstate import trace
 from kvstate.campaign.player import Broken, Player
-from kvstate.campaign.rules import draw, draw_config
+from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.campaign.shrink import Program, shrink
 from kvstate.device import ByteDevice
 from kvstate.spec.compiled import row_key
 from kvstate.spec.coupling import TABLES
 from kvstate.spec.laws import LAWS
 
-EPISODE_CALLS: Final = 80
+EPISODE_CALLS: Final = 160
 REFUSALS: Final = ("gate", "budget", "limit", "addresses", "HostExhausted", "OutOfRows")
 ROWS: Final = tuple(row_key(table.name, row) for table in TABLES.values() for row in table.rows)
 STATES: Final = tuple(
@@ -101,6 +101,7 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
         kvstate_trace=trace.VERSION, config=draw_config(random), device="host", streams=streams,
         strict=False,
     )  # fmt: skip
+    weights = draw_weights(random)
     device = open_device(streams, random.getrandbits(32))
     header = msgspec.structs.replace(header, device=device.name)
     player = Player(header, device)
@@ -108,7 +109,7 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
     tally = Tally(episodes=1)
     try:
         while len(program) < calls and player.kv.actor.fault is None:
-            call = draw(player, random)
+            call = draw(player, random, weights)
             program.append(call)
             player.apply(call)
         player.finish()

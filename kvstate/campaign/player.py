@@ -111,6 +111,8 @@ class Player:
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = 0
+        self.last: int | None = None
+        """The sequence that the last call named."""
         self._lost = False
         """Bytes were lost during the call: what was legal before it may not have been, and back."""
 
@@ -124,7 +126,7 @@ class Player:
 
     def apply(self, call: trace.AnyCall) -> trace.AnyCall:
         """Play one call; the call with what came of it. Raises Broken."""
-        self._lost = False
+        self._lost, self.last = False, getattr(call, "seq", None)
         if call.seed is not None:
             self.device.schedule(call.seed)
         self.device.script(call.ended, call.failed)

@@ -17,6 +17,7 @@ from msgspec.structs import replace
 
 from kvstate import trace
 from kvstate.campaign.legal import may
+from kvstate.campaign.model import Story
 from kvstate.campaign.player import STREAMS, Played, Player
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 
@@ -33,6 +34,7 @@ FAILURES: Final = {
 """Device calls that may be told to fail during a call. A failed fill poisons the manager."""
 
 Rule = Callable[[Player, Random], trace.AnyCall | None]
+Maker = Callable[[Played, Random, int], trace.AnyCall]
 
 
 def draw_config(random: Random) -> Config:
@@ -48,7 +50,8 @@ def draw_config(random: Random) -> Config:
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
     longest = max(1, random.randint(1, frames) * 4096 // sizes.row_bytes + random.randint(-1, 1))
-    slots = random.randint(0, sizes.blocks(longest) * rows)
+    most = sizes.blocks(longest) * random.choice((1, 2, 3, 2 * rows)) // 2 + 1
+    slots = random.randint(most // 2, most) if random.random() < 0.9 else 0
     if random.random() < 0.3:
         extent = (sizes.extent(longest) + sizes.guard_frames) * sizes.frame_bytes
         gpu = evolve(gpu, arena_bytes=extent * random.randint(1, rows))
@@ -63,13 +66,33 @@ def draw_config(random: Random) -> Config:
     )
 
 
-def draw(player: Player, random: Random) -> trace.AnyCall:
+def draw_weights(random: Random) -> list[float]:
+    """How often each rule is drawn in one episode: the usual, with some much more or less often.
+
+    Episodes with moods reach what no average does: a host tier full of small pieces, say.
+    """
+    return [
+        weight * random.choice((1, 1, 1, 2) if name in _ESSENTIAL else (0.2, 1, 1, 1, 3))
+        for name, (weight, _) in RULES.items()
+    ]
+
+
+def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
     """The next call: of a rule that has something to draw, at times with a failure to come."""
-    while True:
-        rule = random.choices(_CHOICES, _WEIGHTS)[0]
-        call = rule(player, random)
-        if call is not None:
-            return dressed(call, random)
+    call = _follow_up(player, random) if random.random() < 0.25 else None
+    while call is None:
+        call = random.choices(_CHOICES, weights)[0](player, random)
+    return dressed(call, random)
+
+
+def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
+    """Another call for the sequence that the last one named: faults live between neighbours."""
+    name = player.last
+    if name is None or name not in player.seqs:
+        return None
+    played = player.seqs[name]
+    legal = [event for event in _OF_SEQUENCES if may(played.seq, event)]
+    return _OF_SEQUENCES[random.choice(legal)][1](played, random, name) if legal else None
 
 
 def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
@@ -88,12 +111,18 @@ def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
     return {kind: random.choice((1, 1, 1, 2)) for kind in chosen}
 
 
-def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCall]) -> Rule:
-    """The rule of an event that one sequence gets: nine times in ten where it is legal."""
+def _for_sequence(event: str, make: Maker) -> Rule:
+    """The rule of an event that one sequence gets: nine times in ten where it is legal.
+
+    Mostly a sequence that has something to lose or to name, so that the call means something.
+    """
 
     def rule(player: Player, random: Random) -> trace.AnyCall | None:
         legal = random.random() < 0.9
         pool = [name for name, played in player.seqs.items() if may(played.seq, event) == legal]
+        worth = [name for name in pool if _WORTH.get(event, _anything)(player.seqs[name].story)]
+        if worth and random.random() < 0.85:
+            pool = worth
         if not pool:
             return None
         name = random.choice(pool)
@@ -102,8 +131,22 @@ def _for_sequence(event: str, make: Callable[[Played, Random, int], trace.AnyCal
     return rule
 
 
+def _anything(story: Story) -> bool:
+    return True
+
+
+_WORTH: Final[dict[str, Callable[[Story], bool]]] = {
+    "suspend": lambda story: story.scheduled > 0,
+    "drop": lambda story: story.scheduled > 0,
+    "rewind": lambda story: story.settled > 0,
+    "commit": lambda story: story.known < story.settled,
+}
+"""Which sequences an event means something for."""
+
+
 def _create(player: Player, random: Random) -> trace.AnyCall | None:
-    if not player.kv.columns.free and random.random() < 0.8:
+    waiting = any(played.story.phase == "CREATED" for played in player.seqs.values())
+    if (waiting or not player.kv.columns.free) and random.random() < 0.8:
         return None
     most = player.config.max_tokens
     tokens = max(random.randint(1, most), random.randint(1, most))
@@ -153,8 +196,8 @@ def _step(player: Player, random: Random) -> trace.AnyCall | None:
     names = random.sample(ready, random.randint(1, len(ready)))
     rooms = [player.seqs[name].seq for name in names]
     most = [seq.max_tokens - seq.scheduled_tokens for seq in rooms]
-    burst = random.choice((1, 2, 8, player.config.max_tokens))
-    tokens = [min(random.randint(0, burst), room) for room in most]
+    burst = random.choice((1, 2, 8, player.config.max_tokens, player.config.max_tokens))
+    tokens = [min(random.randint(0, burst) or random.randint(0, 1), room) for room in most]
     if random.random() < 0.03:
         tokens[0] = most[0] + 1
     return trace.Step(step=player.next_name(), seqs=names, tokens=tokens)
@@ -163,7 +206,7 @@ def _step(player: Player, random: Random) -> trace.AnyCall | None:
 def _commit_each(player: Player, random: Random) -> trace.AnyCall | None:
     ready = [name for name, played in player.seqs.items() if may(played.seq, "commit")]
     room = [n for n in ready if player.seqs[n].story.known < player.seqs[n].story.settled]
-    pool = room if room and random.random() < 0.9 else list(player.seqs)
+    pool = room if random.random() < 0.95 else list(player.seqs)
     if not pool:
         return None
     names = random.sample(pool, random.randint(1, len(pool)))
@@ -192,21 +235,21 @@ def _trim(player: Player, random: Random) -> trace.AnyCall:
     return trace.Trim(keep=random.choice((0, 0, 1, 4)))
 
 
-_OF_SEQUENCES: Final = {
-    "resume": (8, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
-    "grow": (5, _resize),
+_OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
+    "resume": (7, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
+    "grow": (3, _resize),
     "rewind": (2, _rewind),
     "commit": (8, _commit),
-    "stop_committing": (0.5, lambda _, random, name: trace.Stop(seq=name)),
-    "suspend": (5, lambda _, random, name: trace.Suspend(seq=name, after=random.random() < 0.3)),
-    "drop": (2, lambda _, random, name: trace.Drop(seq=name, after=random.random() < 0.3)),
-    "close": (2, lambda _, random, name: trace.Close(seq=name, after=random.random() < 0.3)),
+    "stop_committing": (0.3, lambda _, random, name: trace.Stop(seq=name)),
+    "suspend": (4, lambda _, random, name: trace.Suspend(seq=name, after=random.random() < 0.3)),
+    "drop": (1.2, lambda _, random, name: trace.Drop(seq=name, after=random.random() < 0.3)),
+    "close": (1.2, lambda _, random, name: trace.Close(seq=name, after=random.random() < 0.3)),
 }  # fmt: skip
 """(weight, how to draw the arguments) for every event that one sequence gets."""
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
-    "create": (4, _create), "dummy": (0.3, _dummy), "step": (10, _step), "settle": (10, _settle),
-    "commit_each": (4, _commit_each), "poll": (4, _poll), "trim": (0.7, _trim),
+    "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
+    "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
 }  # fmt: skip
 
 RULES: Final[dict[str, tuple[float, Rule]]] = {
@@ -214,5 +257,6 @@ RULES: Final[dict[str, tuple[float, Rule]]] = {
     **_OTHERS,
 }
 """(weight, rule) by the name of the event or call. A rule without a choice draws None."""
+_ESSENTIAL: Final = ("create", "resume", "step", "settle")
+"""Without these nothing else has anything to do."""
 _CHOICES: Final = [rule for _, rule in RULES.values()]
-_WEIGHTS: Final = [weight for weight, _ in RULES.values()]

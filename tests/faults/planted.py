@@ -77,8 +77,8 @@ FAULTS = (
     Fault(
         "charge forgotten for frames in place",
         "kvstate/runs.py",
-        '        "in_place": ((range_.frames, range_.charged, min(frames, mapped)),),\n',
-        "",
+        '        found["in_place"] = ((own, charged, min(frames, mapped)),)\n',
+        "        pass\n",
         "S12",
     ),
     Fault(
@@ -132,8 +132,10 @@ FAULTS = (
     Fault(
         "copy one row short",
         "kvstate/manager.py",
-        "plan.size_bytes = tokens * self.geometry.row_bytes\n        plan.operands = runs",
-        "plan.size_bytes = (tokens - 1) * self.geometry.row_bytes\n        plan.operands = runs",
+        "plan.size_bytes = tokens * self.geometry.row_bytes\n"
+        "        plan.operands = operands = runs.f",
+        "plan.size_bytes = (tokens - 1) * self.geometry.row_bytes\n"
+        "        plan.operands = operands = runs.f",
         "B55",
     ),
     Fault(
@@ -145,7 +147,7 @@ FAULTS = (
     ),
     Fault(
         "rejected tokens stay counted",
-        "kvstate/manager.py",
+        "kvstate/stepping.py",
         "                self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
         "                self.columns.version += 1\n",
         "                self.columns.version += 1\n",
@@ -153,7 +155,7 @@ FAULTS = (
     ),
     Fault(
         "later steps live on after a rejection",
-        "kvstate/manager.py",
+        "kvstate/stepping.py",
         "                        later.void(seq.row)\n",
         "                        pass\n",
     ),
@@ -195,7 +197,7 @@ FAULTS = (
     ),
     Fault(
         "capacity counts frames that are not charged",
-        "kvstate/manager.py",
+        "kvstate/core.py",
         "self._capacity(seq, seq.range.charged)",
         "self._capacity(seq, seq.range.mapped)",
         "B88",
@@ -217,13 +219,13 @@ FAULTS = (
     Fault(
         "the margin takes frames that a later member needs",
         "kvstate/runs.py",
-        "    ahead = max(0, min(margin, plan.spare))\n",
-        "    ahead = max(0, min(margin, len(pool.ids) - plan.taken - fresh))\n",
+        "        ahead = min(margin, plan.spare)\n",
+        "        ahead = min(margin, len(pool.ids) - plan.taken)\n",
         "S11",
     ),
     Fault(
         "lengths from before the quiesce",
-        "kvstate/manager.py",
+        "kvstate/stepping.py",
         "self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
         "self._grow_batch(batch, over, ends)\n",
         "B65",

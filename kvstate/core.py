@@ -1,0 +1,163 @@
+"""What every call of a manager has in common.
+
+The books of one level on one device, the beginning of a call, and the search for what a plan is
+short of: a call that would fail for lack of memory waits once for what is coming, reclaims once,
+and tries again.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Callable
+from typing import Any, Final, TypeVar
+
+from kvstate.act import Actor
+from kvstate.arena import Arena, Range
+from kvstate.config import Config, Geometry
+from kvstate.device import Device
+from kvstate.errors import (
+    CapacityError,
+    DeviceError,
+    DeviceFault,
+    HostExhausted,
+    IllegalTransition,
+    OutOfFrames,
+)
+from kvstate.flight import Flight
+from kvstate.plan import Plan, illegal_object
+from kvstate.reclaim import Ladder
+from kvstate.sequence import Columns, Sequence
+from kvstate.spec.compiled import ObjectEvent
+from kvstate.tiers import FrameBudget, HostSlots
+
+log = logging.getLogger("kvstate")
+T = TypeVar("T")
+
+_ROUNDS: Final = 4
+"""How often a call looks for what its plan is short of."""
+
+
+class Core:
+    """The books, and what calls do with them before and after their own work."""
+
+    def __init__(self, config: Config, device: Device) -> None:
+        self.closed = True
+        self.config, self.device = config, device
+        self.geometry = geometry = Geometry(config)
+        self.columns = Columns(config.max_sequences, config.tokens_per_block)
+        self.gpu = FrameBudget(geometry.budget_frames)
+        self.host = HostSlots(geometry.host_slots, geometry.block_bytes)
+        self.sequences: dict[int, Sequence] = {}
+        """Every sequence that is not CLOSED, by uid."""
+        self.counters: Counter[str] = Counter()
+        self._created = self._stepped = 0
+        """Sequences and steps so far: their numbers."""
+        self.arena = Arena(geometry, self._reserve(geometry), self.gpu.counts)
+        self.actor = Actor(device, self.host, geometry.frame_bytes)
+        ignored = None if config.scrub else "scrub"
+        self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
+        ahead = config.gpu.map_ahead_frames
+        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, ahead)
+        self.closed = False
+
+    def _reserve(self, geometry: Geometry) -> int:
+        """Reserve host memory and addresses; if either fails, keep neither."""
+        base = self.device.reserve(geometry.arena_bytes, geometry.align_bytes)
+        try:
+            if geometry.host_slots:
+                size_bytes = geometry.host_slots * geometry.block_bytes
+                self.host.address = self.device.host_reserve(size_bytes)
+        except DeviceError:
+            self.device.unreserve(base)
+            raise
+        return base
+
+    def _enter(self) -> None:
+        """The beginning of every public call."""
+        if self.actor.fault is not None:
+            raise DeviceFault(f"the manager is poisoned and refuses work: {self.actor.fault}")
+        if self.closed:
+            raise IllegalTransition("the manager", "call", "CLOSED", "open a new one")
+        self.flight.call += 1
+
+    def _legal(self, event: ObjectEvent, subject: Any) -> None:
+        """Refuse an illegal event before anything is looked up, waited for or reclaimed."""
+        if event.decide(subject) is None:
+            raise illegal_object(event, subject)
+
+    def _attempt(self, event: ObjectEvent, seq: Sequence, build: Callable[..., T], *args: Any) -> T:
+        """Build a plan for an event that is legal. If something is short, find it, build again.
+
+        What is found is there for good, and the one quiesce is made once: a few rounds are enough
+        for a plan that came to use another range.
+        """
+        for _ in range(_ROUNDS):
+            chosen = event.decide(seq)
+            if chosen is None:
+                raise illegal_object(event, seq)
+            try:
+                return build(chosen, seq, *args)
+            except CapacityError as error:
+                short = error
+            try:
+                self._find(short)
+            except CapacityError:
+                break
+        raise self._refused(short)
+
+    def _find(self, short: CapacityError) -> None:
+        """Find what a plan is short of. Raises `short` if there is nothing to wait for."""
+        if isinstance(short, OutOfFrames) and short.place == "budget":
+            self.ladder.supply(short)
+        elif isinstance(short, OutOfFrames) and short.place == "addresses":
+            self.ladder.addresses(short)
+        elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
+            self.flight.quiesce()
+        else:
+            raise short
+
+    def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
+        """An empty plan that is going to charge each range up to that frame."""
+        plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
+        for range_, end in uses.items():
+            fresh = end - len(range_.frames.ids)
+            if fresh > 0:
+                spare -= fresh
+        plan.spare = spare
+        if spare < 0:
+            needed = sum(max(0, end - range_.charged) for range_, end in uses.items())
+            raise self._short(str(what), needed, "budget", uses)
+        return plan
+
+    def _short(
+        self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None
+    ) -> OutOfFrames:
+        gpu = self.gpu
+        return OutOfFrames(what, needed, gpu.free, gpu.reclaimable, gpu.coming, place, uses)
+
+    def _refused(self, error: CapacityError) -> CapacityError:
+        place = error.place if isinstance(error, OutOfFrames) else type(error).__name__
+        self.counters[f"refused.{place}"] += 1
+        return error
+
+    def _capacity(self, seq: Sequence, frames: int) -> int:
+        return min(seq.max_tokens, self.geometry.tokens(frames))
+
+    def _set_capacity(self, seq: Sequence) -> None:
+        assert seq.range is not None
+        self.columns.capacity[seq.row] = self._capacity(seq, seq.range.charged)
+
+    def _check_length(self, seq: Sequence, event: str, low: int, tokens: int, high: int) -> None:
+        if not low <= tokens <= high:
+            reason = f"{tokens} tokens is not from {low} to {high}"
+            raise IllegalTransition(str(seq), event, seq.state_name, reason)
+
+    def _retire(self, seq: Sequence) -> None:
+        """A CLOSED sequence gives its row to the next one."""
+        row, columns = seq.row, self.columns
+        columns.known[row] = columns.capacity[row] = 0
+        columns.set_lengths(row, 0)
+        seq.row = columns.rows
+        columns.free.append(row)
+        del self.sequences[seq.uid]

@@ -1,0 +1,261 @@
+"""Steps and commits: how sequences get longer.
+
+A step is numpy over columns; only a sequence that crosses a frame or fills a block costs Python. A
+step changes no state while nothing else has: that every member may be stepped is found out through
+the table once, and remembered until a state changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstate import runs
+from kvstate.arena import Range
+from kvstate.core import Core
+from kvstate.errors import IllegalTransition
+from kvstate.plan import Plan
+from kvstate.sequence import Batch, Column, Sequence, Step
+from kvstate.spec.compiled import MACHINES, ObjectRow
+from kvstate.spec.sequence import CLOSED, CLOSING
+
+_GROW: Final = MACHINES.object("sequence.grow")
+_STEP: Final = MACHINES.object("sequence.step")
+_COMMIT: Final = MACHINES.object("sequence.commit")
+_STOP: Final = MACHINES.object("sequence.stop_committing")
+_SETTLE: Final = MACHINES.object("step.settle")
+
+
+class Stepping(Core):
+    """The calls that make sequences longer. See `Manager`."""
+
+    def batch(self, seqs: Iterable[Sequence]) -> Batch:
+        """Sequences to step together. Building it costs O(batch); stepping it does not."""
+        return Batch(self.columns.rows + 1, seqs)
+
+    def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
+        """Issue a step: room and positions for the next tokens of every sequence of the batch.
+
+        `tokens` is one number for all, or one for each (chunks, drafts). Maps what must grow, in
+        one pass, or raises OutOfFrames with nothing changed. Launch the step's work before the
+        next call that takes memory from one of its sequences. Cost: numpy over the rows, and
+        Python only for sequences that cross a frame.
+        """
+        self._enter()
+        columns, counts = self.columns, batch.counts(tokens)
+        if batch.version != columns.version or self.flight.coverage is not None:
+            self._check_step(batch)
+        ends = columns.scheduled + counts
+        over = (ends > columns.capacity) & batch.named
+        if np.count_nonzero(over):
+            self._grow_batch(batch, over, ends)
+            ends = columns.scheduled + counts
+        self._stepped += 1
+        step = Step(self._stepped, batch, counts, columns)
+        columns.scheduled = ends
+        columns.steps += batch.mask
+        self.flight.steps[step.number] = step
+        return step
+
+    def _check_step(self, batch: Batch) -> None:
+        """Find every member ready to step; that holds until a state changes."""
+        plan = self.flight.plan()
+        for seq in batch.seqs:
+            plan.move(_STEP, seq)
+        batch.version = self.columns.version
+
+    def _grow_batch(self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column) -> None:
+        wanted = []
+        for seq in batch.seqs:
+            if over[seq.row]:
+                end = int(ends[seq.row])
+                self._check_length(seq, "step", 0, end, seq.max_tokens)
+                wanted.append((seq, self.geometry.frames(end)))
+        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+
+    def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
+        """A step is done on the device: its accepted tokens are really there.
+
+        `accepted` is one number a sequence in the batch's order; by default all. Rejected tokens
+        are taken back, and with them later steps that continued from them. Returns the sequences
+        for which the step meant nothing, because their bytes were lost or taken back meanwhile.
+        """
+        self._enter()
+        columns, steps = self.columns, self.flight.steps
+        same = step.version == columns.version and not self.flight.loads
+        oldest = next(iter(steps.values()), None) is step
+        if accepted is None and same and oldest and self.flight.coverage is None:
+            plan, taken = self.flight.plan(), step.counts
+            void: tuple[Sequence, ...] = ()
+            plan.move(_SETTLE, step)
+        else:
+            plan, taken, void = self._plan_settle(step, accepted)
+        self.flight.settle(plan)
+        columns.settled += taken
+        columns.steps -= step.mask
+        del steps[step.number]
+        if taken is not step.counts:
+            self._after_settle(step, taken, void)
+        return void
+
+    def _plan_settle(
+        self, step: Step, accepted: npt.ArrayLike | None
+    ) -> tuple[Plan, Column, tuple[Sequence, ...]]:
+        """The careful way: some sequence changed since the step, or rejects tokens."""
+        self._legal(_SETTLE, step)
+        if self.flight.loads and any(seq.loading for seq in step.seqs):
+            self.flight.poll()
+            if any(seq.loading for seq in step.seqs):
+                self.flight.quiesce()
+        taken = self._accepted(step, accepted)
+        live = self.columns.life == step.life
+        members = [seq for seq in step.seqs if live[seq.row]]
+        for seq in members:
+            self._check_order(step, seq)
+        plan = self.flight.plan()
+        leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
+        plan.operands = {"members": members, "leavers": leavers}
+        plan.move(_SETTLE, step)
+        void = tuple(seq for seq in step.seqs if not live[seq.row])
+        return plan, np.where(live, taken, 0), void
+
+    def _accepted(self, step: Step, accepted: npt.ArrayLike | None) -> Column:
+        taken = step.counts.copy()
+        if accepted is not None:
+            numbers = np.asarray(accepted, np.int64)
+            fits = numbers.shape == step.rows.shape
+            if not fits or np.any(numbers < 0) or np.any(numbers > step.count_tokens):
+                reason = f"accepted is {numbers}, but the step issued {step.count_tokens} tokens"
+                raise IllegalTransition(str(step), "settle", "ISSUED", reason)
+            taken[step.rows] = numbers
+        return taken
+
+    def _check_order(self, step: Step, seq: Sequence) -> None:
+        if step.counts[seq.row] and step.starts[seq.row] != seq.length_tokens:
+            reason = (
+                f"it begins at {step.starts[seq.row]}, but {seq} is settled up to "
+                f"{seq.length_tokens}: settle the earlier step first"
+            )
+            raise IllegalTransition(str(step), "settle", "ISSUED", reason)
+
+    def _after_settle(self, step: Step, taken: Column, void: tuple[Sequence, ...]) -> None:
+        """Take rejected tokens back, and let closed sequences go."""
+        for seq in step.seqs:
+            if seq.state == CLOSED.code:
+                self._retire(seq)
+            elif taken[seq.row] < step.counts[seq.row] and seq not in void:
+                self.columns.set_scheduled(seq.row, seq.length_tokens)
+                self.columns.version += 1
+                for later in self.flight.steps.values():
+                    if later.number > step.number and later.names(seq):
+                        later.void(seq.row)
+
+    def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
+        """Name the ids of the next written tokens; blocks that are full become read-only.
+
+        `tokens` is anything that numpy makes int32 of. Illegal beyond the settled length.
+        """
+        self._enter()
+        self._legal(_COMMIT, seq)
+        ids = np.atleast_1d(np.asarray(tokens, np.int32)).ravel()
+        known, block = seq.committed_tokens, self.config.tokens_per_block
+        self._check_length(seq, "commit", known, known + len(ids), seq.length_tokens)
+        full = (known + len(ids)) // block
+        plan = self.flight.plan()
+        plan.operands = {"filled": ((seq.pages, known // block, full),)}
+        plan.move(_COMMIT, seq)
+        self.flight.settle(plan)
+        open_block = self.columns.open_block[seq.row]
+        ids = np.concatenate([open_block[: known % block], ids])
+        whole = len(ids) - len(ids) % block
+        seq.keys += [ids[at : at + block].tobytes() for at in range(0, whole, block)]
+        open_block[: len(ids) - whole] = ids[whole:]
+        self.columns.known[seq.row] = full * block + len(ids) - whole
+
+    def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
+        """Commit one token of every sequence of the batch: what `commit` does for one, for all.
+
+        All or none. Cost: numpy over the batch, and Python only for sequences whose block is full.
+        """
+        self._enter()
+        columns, block = self.columns, self.config.tokens_per_block
+        ids = np.asarray(tokens, np.int32)
+        if batch.commit_version != columns.version or self.flight.coverage is not None:
+            self._check_commit(batch)
+        rows = batch.rows
+        places = columns.known[rows]
+        if ids.shape != places.shape or np.count_nonzero(places >= columns.settled[rows]):
+            self._refuse_commit(batch, ids)
+        full = np.flatnonzero((places + 1) % block == 0).tolist()
+        plan = self.flight.plan()
+        for at in full:
+            seq, page = batch.seqs[at], int(places[at]) // block
+            plan.operands = {"filled": ((seq.pages, page, page + 1),)}
+            plan.move(_COMMIT, seq)
+        plan.settle()
+        columns.open_block[rows, places % block] = ids
+        columns.known += batch.mask
+        for at in full:
+            seq = batch.seqs[at]
+            seq.keys.append(columns.open_block[seq.row].tobytes())
+
+    def _check_commit(self, batch: Batch) -> None:
+        """Find every member ready to commit; that holds until a state changes."""
+        plan = self.flight.plan()
+        for seq in batch.seqs:
+            plan.move(_COMMIT, seq)
+        batch.commit_version = self.columns.version
+
+    def _refuse_commit(self, batch: Batch, ids: npt.NDArray[np.int32]) -> None:
+        if ids.shape != batch.rows.shape:
+            reason = f"tokens has the shape {ids.shape}: not one for each of {len(batch)}"
+            raise IllegalTransition("a batch", "commit", "ACTIVE", reason)
+        for seq in batch.seqs:
+            known = seq.committed_tokens
+            self._check_length(seq, "commit", known, known + 1, seq.length_tokens)
+
+    def stop_committing(self, seq: Sequence) -> None:
+        """From here on the sequence's blocks stay writable and private."""
+        self._enter()
+        plan = self.flight.plan()
+        plan.move(_STOP, seq)
+        self.flight.settle(plan)
+
+    # Growth.
+
+    def _grow(
+        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None
+    ) -> None:
+        """Give every sequence that many charged frames, in one pass of maps for all of them."""
+        plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch)
+        self.actor.run(plan)
+        self.flight.settle(plan)
+        for seq, _ in wanted:
+            self._set_capacity(seq)
+
+    def _plan_grow(
+        self,
+        chosen: ObjectRow,
+        first: Sequence,
+        wanted: list[tuple[Sequence, int]],
+        what: str,
+        batch: Batch | None,
+    ) -> Plan:
+        if batch is not None and batch.version != self.columns.version:
+            self._check_step(batch)
+        uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
+        plan = self._plan_frames(what, uses)
+        for (seq, frames), range_ in zip(wanted, uses, strict=True):
+            opened = self.geometry.blocks(seq.capacity_tokens)
+            plan.operands = self._growth(plan, seq, range_, frames, opened)
+            plan.move(_GROW, seq, chosen if seq is first else None)
+        return plan
+
+    def _growth(
+        self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int
+    ) -> runs.Operands:
+        ahead = self.config.gpu.map_ahead_frames
+        return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead)
