@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from kvstate.manager import Manager
 from kvstate.plan import Run
-from kvstate.sequence import Sequence, Step
+from kvstate.sequence import Columns, Sequence, Step
 from kvstate.spec.facts import RangeFact, SequenceFact, StepFact, TransferFact, View
 from kvstate.spec.transfer import STEP_LANDED
 
@@ -33,7 +33,7 @@ def view(kv: Manager) -> View:
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
         transfers=tuple(_transfers(kv)),
-        steps=tuple(_step(step) for step in kv.flight.steps.values()),
+        steps=tuple(_step(step, kv.columns) for step in kv.flight.steps.values()),
         free_rows=tuple(kv.columns.free),
         ledger=kv.device.ledger(),
     )
@@ -92,12 +92,16 @@ def _transfers(kv: Manager) -> list[TransferFact]:
     ]
 
 
-def _step(step: Step) -> StepFact:
-    places = zip(
-        step.rows.tolist(), step.start_tokens.tolist(), step.count_tokens.tolist(), strict=True
+def _step(step: Step, columns: Columns) -> StepFact:
+    rows = step.rows.tolist()
+    live = (step.life == columns.life)[step.rows].tolist()
+    starts, counts = step.start_tokens.tolist(), step.count_tokens.tolist()
+    writes = tuple(
+        (row, start, start + count)
+        for row, start, count, lives in zip(rows, starts, counts, live, strict=True)
+        if lives
     )
-    writes = tuple((row, start, start + count) for row, start, count in places)
-    return StepFact(step.number, step.state == STEP_LANDED.code, writes)
+    return StepFact(step.number, step.state == STEP_LANDED.code, tuple(rows), writes)
 
 
 def _slots(runs: Iterable[Run]) -> tuple[int, ...]:

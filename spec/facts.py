@@ -63,11 +63,14 @@ class TransferFact:
 
 @frozen
 class StepFact:
-    """A step that is not settled: (row, first token, end) of each sequence that it writes."""
+    """A step that is not settled."""
 
     number: int
     landed: bool
+    rows: tuple[int, ...]
+    """The rows of its sequences."""
     writes: tuple[tuple[int, int, int], ...]
+    """(row, first token, end) of each sequence that still lives the life of the step."""
 
 
 @frozen

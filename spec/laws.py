@@ -116,7 +116,7 @@ def named_holders(view: View) -> Iterator[str]:
         kind = "transfer" if copy.outward or copy.inward else "fence"
         if (kind, copy.token) not in held.get(copy.range, ()):
             yield f"transfer {copy.token} does not hold range {copy.range}"
-    naming = Counter(row for step in view.steps for row, _, _ in step.writes)
+    naming = Counter(row for step in view.steps for row in step.rows)
     for seq in view.sequences:
         if seq.steps != naming[seq.row]:
             yield f"sequence {seq.uid} counts {seq.steps} steps, {naming[seq.row]} name it"
