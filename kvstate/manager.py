@@ -61,8 +61,9 @@ class Manager(Stepping):
     ) -> None:
         """Reserve addresses and host memory; frames are allocated when they are needed.
 
-        With `debug`, every law is checked after every call. `record` is called with every public
-        call as one line of a trace (see `kvstate.trace`); a file's `write` will do.
+        With `debug`, every law is checked after every call, and freed memory is overwritten.
+        `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
+        file's `write` will do.
         """
         super().__init__(config, device)
         if debug or record:

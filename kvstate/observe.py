@@ -160,8 +160,11 @@ def observe(
 ) -> None:
     """Put law checks and a recorder around the public methods of a manager.
 
+    With `debug`, freed memory is overwritten too, so that a stale read does not look right.
     `asked` counts how often each law was checked.
     """
+    if debug:
+        kv.flight.ignored = None
     keeper = LawKeeper(kv, asked) if debug else None
     recorder = Recorder(kv, record) if record else None
     depth = [0]

@@ -74,7 +74,10 @@ class Machine(RuleBasedStateMachine):
             step()
         except Broken as broken:
             self.player.abandon()
-            broken.add_note("shortest program:\n" + program_text(self.shrunk(broken.kind)))
+            program = self.shrunk(broken.kind)
+            lines = [trace.encode(record).decode() for record in (self.header, *program)]
+            broken.add_note("shortest program:\n" + program_text(program))
+            broken.add_note("as a trace:\n" + "\n".join(lines))
             raise
 
     def shrunk(self, kind: str) -> list[trace.AnyCall]:
@@ -127,3 +130,5 @@ def test_a_broken_manager_is_found_and_shrunk(monkeypatch: pytest.MonkeyPatch) -
     program = caught.value.__notes__[0].splitlines()[1:]
     assert program[-1].startswith("drop(")
     assert len(program) <= 6
+    text = caught.value.__notes__[1].splitlines()[1:]
+    assert isinstance(trace.decode_call(text[-1].encode(), 1), trace.Drop)

@@ -383,8 +383,7 @@ class Player:
         for played in self.seqs.values():
             self._check_story(played)
             self._check_rest(played)
-        if self.config.scrub:
-            self._check_scrubbed()
+        self._check_scrubbed()
 
     def _check_faults(self) -> None:
         if self.device.faults:
