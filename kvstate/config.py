@@ -47,11 +47,14 @@ class GpuTier:
     `map_ahead_frames` is how far beyond its need a growing sequence is mapped while the pool has
     frames to spare; it costs nobody admission, and gives way first. `arena_bytes` is the size of
     the address reservation; by default twice what `max_sequences` of full length take.
+    `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
+    reads, and under steady pressure every reclaim is a quiesce.
     """
 
     budget_bytes: int
     frame_bytes: int = 2 * MIB
     map_ahead_frames: int = 0
+    reclaim_frames: int = 16
     arena_bytes: int | None = None
 
 
@@ -94,7 +97,7 @@ class Config:
         if not self.layers:
             raise ConfigError("layers is empty: there is nothing to keep keys and values of")
         _positive(self, "tokens_per_block", "max_tokens", "max_sequences")
-        _positive(self.gpu, "budget_bytes", "frame_bytes")
+        _positive(self.gpu, "budget_bytes", "frame_bytes", "reclaim_frames")
         if self.gpu.map_ahead_frames < 0:
             raise ConfigError(f"map_ahead_frames is {self.gpu.map_ahead_frames}; it may not be < 0")
         if not 0 < self.max_utilization_for_resume <= 1:

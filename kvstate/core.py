@@ -57,8 +57,7 @@ class Core:
         self.actor = Actor(device, self.host, geometry.frame_bytes)
         ignored = None if config.scrub else "scrub"
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
-        ahead = config.gpu.map_ahead_frames
-        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, ahead)
+        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, config.gpu)
         self.closed = False
 
     def _reserve(self, geometry: Geometry) -> int:

@@ -2,8 +2,9 @@
 
 One ladder, climbed once a call and only when it can help: create within the budget; then one
 quiesce, which lets everything behind a fence land, and unmap what is parked: first the unused
-tails of running sequences, then parked ranges, the longest parked first, and only as many frames
-as are missing (report B134).
+tails of running sequences, then parked ranges, the longest parked first: as many frames as are
+missing (report B134), or a few more, because the quiesce is what is dear and parked memory holds
+nothing that anybody reads.
 
 Nothing is unmapped without the quiesce: on an H200 the driver unmaps under a running kernel
 without waiting, and a kernel that reads *nearby* addresses may fault (report S03).
@@ -17,6 +18,7 @@ from typing import Final
 
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range
+from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
 from kvstate.spec.compiled import MACHINES
@@ -38,10 +40,12 @@ class Ladder:
     """Finds frames and addresses for a call that is short of them."""
 
     def __init__(
-        self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, ahead_frames: int
+        self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, config: GpuTier
     ) -> None:
-        self.ahead_frames = ahead_frames
+        self.ahead_frames = config.map_ahead_frames
         """The margin that each growing range may get, while the budget has room."""
+        self.least_frames = config.reclaim_frames
+        """What one reclaim unmaps at the least."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
 
     def supply(self, short: OutOfFrames) -> None:
@@ -55,7 +59,7 @@ class Ladder:
         fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
         if fresh > gpu.free:
             self.flight.quiesce()
-            self.spill(fresh - gpu.free, short.uses)
+            self.spill(max(fresh - gpu.free, self.least_frames), short.uses)
         wanted = fresh + self.ahead_frames * len(short.uses)
         self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
 

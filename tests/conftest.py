@@ -20,9 +20,9 @@ def small(
     frames: int = 8, slots: int = 16, block: int = 2, max_tokens: int = 16, **changes: Any
 ) -> Config:
     """A configuration with four tokens a frame."""
-    gpu: dict[str, Any] = {
-        name: changes.pop(name) for name in ("map_ahead_frames", "arena_bytes") if name in changes
-    }
+    names = ("map_ahead_frames", "arena_bytes", "reclaim_frames")
+    gpu: dict[str, Any] = {"reclaim_frames": 1}
+    gpu |= {name: changes.pop(name) for name in names if name in changes}
     rest: dict[str, Any] = {"max_sequences": 8, "max_utilization_for_resume": 1.0} | changes
     return Config(
         layers=[LayerSpec(kv_heads=1, head_dim=256, dtype="float16")],

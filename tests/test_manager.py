@@ -236,6 +236,19 @@ def test_a_reclaim_quiesces_once_and_takes_only_what_is_missing(open_manager: Op
     assert kv.stats().frames == {"MAPPED": 3, "PARKED": 3}
 
 
+def test_a_reclaim_can_take_more_so_that_the_next_needs_no_quiesce(open_manager: Open) -> None:
+    kv = open_manager(frames=6, adopt=False, reclaim_frames=3)
+    parked = [start(kv, 8, max_tokens=8), start(kv, 8, max_tokens=8)]
+    one = start(kv, 8)
+    for seq in parked:
+        seq.close()
+    before = calls(kv)
+    fill(kv, one, 8)
+    assert kv.stats().frames == {"MAPPED": 4, "PARKED": 1, "POOLED": 1}
+    start(kv, 4)
+    assert made(kv, before)["quiesce"] == 1
+
+
 def test_the_longest_parked_goes_first_and_tails_before_it(open_manager: Open) -> None:
     kv = open_manager(frames=8, max_tokens=32, adopt=False)
     old, young = start(kv, 8, max_tokens=8), start(kv, 8, max_tokens=8)

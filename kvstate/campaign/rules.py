@@ -46,7 +46,10 @@ def draw_config(random: Random) -> Config:
         dtype=random.choice(("float16", "float32")),
     )
     frames, rows = random.randint(3, 16), random.randint(2, 7)
-    gpu = GpuTier(frames * 4096, 4096, map_ahead_frames=random.choice((0, 0, 1, 3)))
+    gpu = GpuTier(
+        frames * 4096, 4096, map_ahead_frames=random.choice((0, 0, 1, 3)),
+        reclaim_frames=random.choice((1, 1, 4)),
+    )  # fmt: skip
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
     longest = max(1, random.randint(1, frames) * 4096 // sizes.row_bytes + random.randint(-1, 1))
