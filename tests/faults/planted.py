@@ -70,8 +70,8 @@ FAULTS = (
     Fault(
         "unmap without quiesce",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.spill(fresh",
-        "            self.spill(fresh",
+        "            self.flight.quiesce()\n            self.spill(max(fresh",
+        "            self.spill(max(fresh",
         "S03, B161",
     ),
     Fault(
@@ -190,9 +190,9 @@ FAULTS = (
     Fault(
         "frees are not awaited in the same pass",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.spill(fresh",
+        "            self.flight.quiesce()\n            self.spill(max(fresh",
         "            if not gpu.coming:\n                self.flight.quiesce()\n"
-        "                self.spill(fresh",
+        "                self.spill(max(fresh",
         "S02, B139",
     ),
     Fault(
