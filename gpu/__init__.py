@@ -2,28 +2,50 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import Final
 
 from kvstate.device import ByteDevice
-from kvstate.errors import ConfigError
+from kvstate.errors import ConfigError, KvStateError
 from kvstate.gpu.host import HostDevice
 from kvstate.gpu.null import NullDevice
 
-KINDS: Final = ("auto", "host", "null")
+KINDS: Final = ("auto", "cuda", "host", "null")
 
 
 def open_device(kind: str = "auto", *, streams: str = "eager", seed: int = 0) -> ByteDevice:
     """Open a device by name.
 
-    `host` is real memory without a GPU, `null` keeps books and moves no bytes, `auto` is the best
-    that works here. `streams` says when simulated work runs: `eager` (at once) or `adversarial`
-    (as late and in as odd an order as `seed` and the order of streams and events allow).
+    `cuda` is the first CUDA device, `cuda:1` the second; `host` is real memory without a GPU,
+    `null` keeps books and moves no bytes; `auto` is CUDA where it works, else the host. `streams`
+    says when work runs: `eager` (at once; on CUDA, as the device does), or `adversarial` (as late
+    and in as odd an order as `seed` and the order of streams and events allow; on CUDA, delayed by
+    kernels that only take time).
     """
-    if kind in ("auto", "host"):
-        return HostDevice(streams=streams, seed=seed)
-    if kind == "null":
-        return NullDevice(streams=streams, seed=seed)
-    raise ConfigError(f"there is no device {kind!r}; choose one of {', '.join(KINDS)}")
+    name, _, ordinal = kind.partition(":")
+    if name not in KINDS or (ordinal and not (name == "cuda" and ordinal.isdecimal())):
+        raise ConfigError(f"there is no device {kind!r}; choose one of {', '.join(KINDS)}")
+    if name == "auto":
+        name = "host" if why_no_cuda() else "cuda"
+    if name == "cuda":
+        from kvstate.gpu.cuda import CudaDevice
+
+        return CudaDevice(int(ordinal or 0), streams=streams, seed=seed)
+    return (HostDevice if name == "host" else NullDevice)(streams=streams, seed=seed)
 
 
-__all__ = ["KINDS", "HostDevice", "NullDevice", "open_device"]
+def why_no_cuda() -> str | None:
+    """Why no CUDA device can be used here, in words; None if one can."""
+    try:
+        import_module("cuda.core")
+        from kvstate.gpu.driver import Driver
+
+        driver = Driver(0)
+        usable = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
+        driver.release()
+    except (ImportError, KvStateError) as error:
+        return str(error)
+    return None if usable else "CUDA device 0 has no virtual memory management"
+
+
+__all__ = ["KINDS", "HostDevice", "NullDevice", "open_device", "why_no_cuda"]

@@ -102,6 +102,10 @@ class NullDevice(SimulatedDevice):
     def poke(self, address: int, data: bytes) -> None:
         """There are no bytes."""
 
+    def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
+        """None: there is no memory."""
+        return 0
+
     def set_rows(self, row_bytes: int) -> None:
         """Nothing to compare."""
 
@@ -109,7 +113,13 @@ class NullDevice(SimulatedDevice):
         """Launch a piece of work that writes nothing."""
         self.streams.launch(self._own(stream), "write", _nothing)
 
-    def verify(self, stream: Stream, segments: Segments) -> NoCheck:
+    def publish(
+        self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Launch a piece of work that publishes nothing."""
+        self.streams.launch(self._own(stream), "publish", _nothing)
+
+    def verify(self, stream: Stream, segments: Segments, most_bytes: int | None = None) -> NoCheck:
         """Launch a piece of work that compares nothing."""
         self.streams.launch(self._own(stream), "verify", _nothing)
         return NoCheck()

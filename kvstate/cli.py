@@ -63,6 +63,7 @@ class Kind(StrEnum):
     """A device by name."""
 
     AUTO = "auto"
+    CUDA = "cuda"
     HOST = "host"
     NULL = "null"
 

@@ -138,8 +138,8 @@ class Device(Protocol):
 
         It starts when every event of `after` has passed; later work of the streams in `before`
         waits for it, and so does an event that is recorded there later. With no runs it is only
-        that wait. Ends once, through `poll` or `quiesce`; as failed, if it names memory that is not
-        there or may not be written.
+        that wait. Ends once, through `poll` or `quiesce`; as failed, if it names memory that is
+        not there or may not be written.
         """
 
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
@@ -162,10 +162,16 @@ class Device(Protocol):
 
 
 SEGMENT: Final = np.dtype(
-    [("address", np.uint64), ("position", np.uint64), ("count", np.uint64), ("key", np.uint64)]
-)
-"""`count` token rows at `address`: the tokens from `position` on, by the writer that `key`
-names."""
+    [
+        ("address", np.uint64), ("position", np.uint64), ("count", np.uint64), ("key", np.uint64),
+        ("row", np.int64),
+    ]
+)  # fmt: skip
+"""`count` token rows at `address`: the tokens from `position` on, by the writer that `key` names.
+
+With a `row` that is not -1 the address is relative to the base that the device's table has for it,
+and tokens beyond the length that the table has do not exist.
+"""
 
 Segments = npt.NDArray[np.void]
 
@@ -227,11 +233,26 @@ class ByteDevice(Device, Protocol):
     def poke(self, address: int, data: bytes) -> None:
         """Write memory at once. Raises DeviceError if it is not there or is read-only."""
 
+    def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
+        """How many bytes of GPU or host memory are none of two values, read at once.
+
+        Runs begin at, and are, multiples of 16 bytes. Raises DeviceError if one is not there.
+        """
+
     def set_rows(self, row_bytes: int) -> None:
-        """The size of a token row, for the two calls below."""
+        """The size of a token row, for the calls below."""
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch: every token row of the segments gets the bytes of its writer and position."""
 
-    def verify(self, stream: Stream, segments: Segments) -> Check:
-        """Launch: compare every token row of the segments with what its writer wrote."""
+    def verify(self, stream: Stream, segments: Segments, most_bytes: int | None = None) -> Check:
+        """Launch: compare every token row of the segments with what its writer wrote.
+
+        With `most_bytes`, only evenly spread pieces of them, about that much in all.
+        """
+
+    def publish(
+        self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Launch: the device's table has these bases (addresses) and lengths (tokens) from now
+        on."""

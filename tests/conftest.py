@@ -9,7 +9,7 @@ import pytest
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import ByteDevice
-from kvstate.gpu import HostDevice
+from kvstate.gpu import HostDevice, why_no_cuda
 
 FRAME = 4096
 ROW = 1024
@@ -32,6 +32,14 @@ def small(
         max_tokens=max_tokens,
         **rest,
     )
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what needs a GPU, with the reason, where none can be used."""
+    wanting = [item for item in items if item.get_closest_marker("gpu")]
+    reason = why_no_cuda() if wanting else None
+    for item in wanting if reason else ():
+        item.add_marker(pytest.mark.skip(reason=reason or ""))
 
 
 Open = Callable[..., Manager]

@@ -17,14 +17,14 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from attrs import define, field, frozen
 
-from kvstate.campaign.model import Story
-from kvstate.campaign.player import host_rows
+from kvstate.campaign.model import SegmentRow, Story
+from kvstate.campaign.player import host_rows, publish
 from kvstate.config import Config
 from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws
-from kvstate.sequence import Sequence
+from kvstate.sequence import Sequence, Step
 
 SAMPLE_TOKENS = 32
 """How much history a step reads back of each sequence."""
@@ -185,7 +185,7 @@ class Engine:
                 if len(self.running) == 1:
                     raise
                 self._preempt(self.running[-1])
-        self._launch(counts)
+        self._launch(step, counts)
         self.device.synchronize(self.stream)
         self.kv.settle(step)
         self._read_checks()
@@ -205,18 +205,18 @@ class Engine:
         known = one.known_tokens - one.story.scheduled
         return min(known, self.chunk_tokens) if known > 0 else 1
 
-    def _launch(self, counts: list[int]) -> None:
+    def _launch(self, step: Step, counts: list[int]) -> None:
         """Read a sample of history, then write the new tokens."""
         reads, writes, row = [], [], self.row_bytes
         self._cursor += SAMPLE_TOKENS
-        for one, count in zip(self.running, counts, strict=True):
-            base, story = one.seq.base, one.story
-            assert base is not None
+        entries = publish(self.kv, self.stream, step, [one.seq for one in self.running])
+        for one, count, at in zip(self.running, counts, entries, strict=True):
+            story = one.story
             start = story.scheduled
             if start:
                 first = self._cursor % start
-                reads += story.rows(base, first, min(first + SAMPLE_TOKENS, start), row)
-            writes.append((base + start * row, start, count, story.write(count)))
+                reads += story.rows(0, first, min(first + SAMPLE_TOKENS, start), row, at)
+            writes.append((start * row, start, count, story.write(count), at))
         self._verify(reads)
         self.device.write(self.stream, np.array(writes, SEGMENT))
 
@@ -262,7 +262,7 @@ class Engine:
         self._verify(host_rows(self.kv, one.seq, one.story))
         self.device.synchronize(self.stream)
 
-    def _verify(self, rows: list[tuple[int, int, int, int]]) -> None:
+    def _verify(self, rows: list[SegmentRow]) -> None:
         if rows:
             self._checks.append(self.device.verify(self.stream, np.array(rows, SEGMENT)))
 

@@ -17,7 +17,6 @@ from random import Random
 from time import monotonic
 from typing import Final
 
-import msgspec
 from attrs import define, field, frozen
 
 from kvstate import trace
@@ -97,13 +96,15 @@ class Tally:
 def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISODE_CALLS) -> Tally:
     """Play one episode. A failure is shrunk and is part of what comes back."""
     random = Random(seed)
-    header = trace.Header(
-        kvstate_trace=trace.VERSION, config=draw_config(random), device="host", streams=streams,
-        strict=False,
-    )  # fmt: skip
-    weights = draw_weights(random)
     device = open_device(streams, random.getrandbits(32))
-    header = msgspec.structs.replace(header, device=device.name)
+    header = trace.Header(
+        kvstate_trace=trace.VERSION,
+        config=draw_config(random, device.granularity_bytes),
+        device=device.name,
+        streams=streams,
+        strict=False,
+    )
+    weights = draw_weights(random)
     player = Player(header, device)
     program: Program = []
     tally = Tally(episodes=1)

@@ -12,6 +12,9 @@ from attrs import define, field
 
 from kvstate import pattern
 
+SegmentRow = tuple[int, int, int, int, int]
+"""A row of `SEGMENT`."""
+
 
 @define(eq=False)
 class Story:
@@ -63,16 +66,18 @@ class Story:
         self.phase = phase
 
     def rows(
-        self, address: int, start: int, end: int, row_bytes: int
-    ) -> list[tuple[int, int, int, int]]:
+        self, address: int, start: int, end: int, row_bytes: int, row: int = -1
+    ) -> list[SegmentRow]:
         """What the tokens from `start` up to `end` must be, as rows of `SEGMENT`.
 
-        `address` is where the first token of the sequence is, or would be.
+        `address` is where the first token of the sequence is, or would be; relative to what the
+        device's table has for `row`, if one is given.
         """
-        found, first = [], 0
+        found: list[SegmentRow] = []
+        first = 0
         for count, key in self.written:
             low, high = max(first, start), min(first + count, end)
             if low < high:
-                found.append((address + low * row_bytes, low, high - low, key))
+                found.append((address + low * row_bytes, low, high - low, key, row))
             first += count
         return found

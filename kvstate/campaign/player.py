@@ -12,6 +12,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter
 from collections.abc import Iterable
+from collections.abc import Sequence as Ordered
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,8 @@ from attrs import define, field
 
 from kvstate import trace
 from kvstate.campaign.legal import is_legal
-from kvstate.campaign.model import Story
-from kvstate.device import SEGMENT, ByteDevice, Check, Stream
+from kvstate.campaign.model import SegmentRow, Story
+from kvstate.device import SEGMENT, ByteDevice, Check, FillRun, Stream
 from kvstate.errors import (
     CapacityError,
     DeviceError,
@@ -39,6 +40,8 @@ from kvstate.sequence import Sequence, Step
 from kvstate.spec.host import FREE
 from kvstate.spec.range import PARKED
 
+TABLE_ENTRIES = 4096
+"""Entries of the device's table that are used."""
 STREAMS = 3
 """Streams of the player: the default one, and two more."""
 
@@ -114,7 +117,8 @@ class Player:
         self.last: int | None = None
         """The sequence that the last call named."""
         self._lost = False
-        """Bytes were lost during the call: what was legal before it may not have been, and back."""
+        """Bytes were lost during the call: what was legal before it may not have been, and
+        back."""
 
     # Playing.
 
@@ -250,19 +254,19 @@ class Player:
         """Read the history of the sequences on their stream, then write their new tokens."""
         launch.streams.append(stream)
         row = self.kv.geometry.row_bytes
-        reads: list[tuple[int, ...]] = []
-        writes: list[tuple[int, ...]] = []
+        reads: list[SegmentRow] = []
+        writes: list[SegmentRow] = []
         owners: list[Part] = []
-        for part in parts:
-            story, seq = part.played.story, part.played.seq
-            assert seq.base is not None
+        entries = publish(self.kv, stream, launch.step, [part.played.seq for part in parts])
+        for part, at in zip(parts, entries, strict=True):
+            story = part.played.story
             if not story.undefined:
-                history = story.rows(seq.base, 0, part.start, row)
+                history = story.rows(0, 0, part.start, row, at)
                 reads += history
                 owners += [part] * len(history)
             key = story.write(part.count)
             if part.count:
-                writes.append((seq.base + part.start * row, part.start, part.count, key))
+                writes.append((part.start * row, part.start, part.count, key, at))
         if reads:
             check = self.device.verify(stream, np.array(reads, SEGMENT))
             launch.checks.append((check, owners))
@@ -426,29 +430,45 @@ class Player:
         """Parked memory and used host slots that are free hold nothing that anybody wrote."""
         frame, host = self.kv.geometry.frame_bytes, self.kv.host
         places = [
-            (range_.base, range_.mapped * frame)
+            FillRun(range_.base, range_.mapped * frame)
             for range_ in self.kv.arena.ranges.values()
             if range_.state == PARKED.code
         ]
         places += [
-            (host.address + slot * host.block_bytes, host.block_bytes)
+            FillRun(host.address + slot * host.block_bytes, host.block_bytes)
             for slot, code in enumerate(host.cells.states)
             if code == FREE.code
         ]
-        for address, size in places:
-            left = self.device.peek(address, size).strip(_SCRUBBED)
-            if left:
-                raise Broken("scrub", f"{len(left)} bytes at {address:#x} were left readable")
+        if self.device.strays(places, _SCRUBBED):
+            place = next(run for run in places if self.device.strays([run], _SCRUBBED))
+            left = self.device.strays([place], _SCRUBBED)
+            raise Broken("scrub", f"{left} bytes at {place.address:#x} were left readable")
 
     def _same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
 
 
-def host_rows(kv: Manager, seq: Sequence, story: Story) -> list[tuple[int, int, int, int]]:
+def publish(kv: Manager, stream: Stream, step: Step, seqs: Ordered[Sequence]) -> list[int]:
+    """Let the device's table have the base and length of each sequence, as of a step's issue.
+
+    Each step has entries of its own: an earlier one may still read its. Which ones is returned.
+    """
+    width = kv.columns.rows
+    first = step.number % (TABLE_ENTRIES // width) * width
+    entries = [first + seq.row for seq in seqs]
+    device = kv.device
+    assert hasattr(device, "publish")
+    bases, lengths = [seq.base or 0 for seq in seqs], [seq.scheduled_tokens for seq in seqs]
+    device.publish(stream, entries, bases, lengths)
+    return entries
+
+
+def host_rows(kv: Manager, seq: Sequence, story: Story) -> list[SegmentRow]:
     """What the host slots of a suspended sequence must hold, as rows of `SEGMENT`."""
     row, block = kv.geometry.row_bytes, kv.config.tokens_per_block
-    rows, first = [], 0
+    rows: list[SegmentRow] = []
+    first = 0
     for _, low, high in seq.slots:
         address = kv.host.address + low * kv.host.block_bytes - first * row
         end = first + (high - low) * block

@@ -37,22 +37,24 @@ Rule = Callable[[Player, Random], trace.AnyCall | None]
 Maker = Callable[[Played, Random, int], trace.AnyCall]
 
 
-def draw_config(random: Random) -> Config:
+def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
     """A small configuration: few frames and slots, blocks smaller and larger than a frame."""
     block = random.choice((1, 1, 2, 2, 3, 4, 8, 16))
     layer = LayerSpec(
         kv_heads=random.choice((1, 2, 3)),
-        head_dim=random.choice((8, 24, 64, 128)),
+        head_dim=random.choice((8, 24, 64, 128)) * (frame_bytes // 4096),
         dtype=random.choice(("float16", "float32")),
     )
     frames, rows = random.randint(3, 16), random.randint(2, 7)
     gpu = GpuTier(
-        frames * 4096, 4096, map_ahead_frames=random.choice((0, 0, 1, 3)),
+        frames * frame_bytes, frame_bytes, map_ahead_frames=random.choice((0, 0, 1, 3)),
         reclaim_frames=random.choice((1, 1, 4)),
     )  # fmt: skip
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
-    longest = max(1, random.randint(1, frames) * 4096 // sizes.row_bytes + random.randint(-1, 1))
+    longest = max(
+        1, random.randint(1, frames) * frame_bytes // sizes.row_bytes + random.randint(-1, 1)
+    )
     most = sizes.blocks(longest) * random.choice((1, 2, 3, 2 * rows)) // 2 + 1
     slots = random.randint(most // 2, most) if random.random() < 0.9 else 0
     if random.random() < 0.3:

@@ -30,12 +30,15 @@ from kvstate.device import (
     UnmapRun,
 )
 from kvstate.errors import DeviceError
+from kvstate.gpu import open_device
 from kvstate.gpu.host import HostDevice
 from kvstate.gpu.null import NullDevice
 from kvstate.gpu.streams import MODES
 from kvstate.spec.facts import Ledger
 
 ROW_BYTES: Final = 256
+CUDA_FRAME: Final = 2 << 20
+"""The least that the driver maps."""
 
 
 @frozen
@@ -56,9 +59,13 @@ NULL: Final = tuple(
     Factory(f"null-{mode}", partial(NullDevice, streams=mode), 2 * 4096, moves_bytes=False)
     for mode in MODES
 )
+CUDA: Final = tuple(
+    Factory(f"cuda-{mode}", partial(open_device, "cuda", streams=mode), 2 * CUDA_FRAME)
+    for mode in MODES
+)
 WITH_BYTES: Final = [
     *(pytest.param(factory, id=factory.name) for factory in HOST),
-    # A GPU joins here: pytest.param(Factory(...), id="cuda", marks=pytest.mark.gpu).
+    *(pytest.param(factory, id=factory.name, marks=pytest.mark.gpu) for factory in CUDA),
 ]
 EVERY: Final = [*WITH_BYTES, *(pytest.param(factory, id=factory.name) for factory in NULL)]
 
@@ -190,7 +197,7 @@ def refused(rig: Rig, call: str | None = None) -> Iterator[None]:
 
 def segments(*parts: tuple[int, int, int, int]) -> Segments:
     """Token rows: (address, first position, count, key of the writer) of each segment."""
-    return np.array(list(parts), dtype=SEGMENT)
+    return np.array([(*part, -1) for part in parts], dtype=SEGMENT)
 
 
 def written(position: int, count: int, key: int) -> bytes:

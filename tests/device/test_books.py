@@ -24,7 +24,7 @@ from hypothesis.stateful import (
 
 from kvstate.device import CALLS, CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import ConfigError, DeviceError
-from kvstate.gpu import KINDS, open_device
+from kvstate.gpu import KINDS, open_device, why_no_cuda
 from kvstate.gpu.streams import MODES
 from tests.device.factories import (
     EVERY,
@@ -496,20 +496,41 @@ def test_a_script_that_names_no_copy_reports_none(factory: Factory) -> None:
         assert rig.device.ledger().copies == set(issued)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+GPU: Final = ("cuda", "cuda:0")
+
+
+@pytest.mark.parametrize(
+    "kind", [*sorted({*KINDS} - {*GPU}), *(pytest.param(k, marks=pytest.mark.gpu) for k in GPU)]
+)
 @pytest.mark.parametrize("streams", MODES)
 def test_a_device_is_opened_by_name(kind: str, streams: str) -> None:
     device = open_device(kind, streams=streams, seed=3)
-    assert kind in ("auto", device.name)
+    assert kind.partition(":")[0] in ("auto", device.name)
     assert device.ledger().empty
     device.close()
 
 
 def test_what_cannot_be_opened_is_refused_in_words() -> None:
-    with pytest.raises(ConfigError, match="no device 'tape'; choose one of auto, host, null"):
-        open_device("tape")
+    for name in ("tape", "host:1", "cuda:one"):
+        with pytest.raises(ConfigError, match=f"no device '{name}'; choose one of auto, cuda, h"):
+            open_device(name)
     with pytest.raises(ConfigError, match="no stream mode 'lazy'; choose one of eager"):
         open_device("null", streams="lazy")
+
+
+@pytest.mark.skipif(why_no_cuda() is None, reason="there is a GPU")
+def test_without_a_gpu_the_reason_is_given_in_words() -> None:
+    with pytest.raises(ConfigError, match=r"CUDA (cannot be used here|needs cuda-python)"):
+        open_device("cuda")
+    device = open_device("auto")
+    assert device.name == "host"
+    device.close()
+
+
+@pytest.mark.gpu
+def test_a_device_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match="there is no CUDA device 99"):
+        open_device("cuda:99")
 
 
 # The null device: addresses and numbers, and nothing behind them.

@@ -1,0 +1,542 @@
+"""The CUDA device: physical frames mapped into reserved addresses by the driver, copies on streams
+of their own.
+
+What the manager asks for is asked of the driver, with everything that can be checked checked first
+against our own ledger: a driver call that fails half-way is then the exception, and is undone step
+by step. Frames are plain `cuMemCreate` allocations; nothing is managed memory.
+
+Nothing in the driver waits for a running kernel before it unmaps under it (measured on an H200:
+`cuMemUnmap` returns in 73 us with a one-second kernel still running), so `unmap` notes a fault if
+anything was issued since the last quiesce. Any number of devices may be open, each by its ordinal;
+there is no module state.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import warnings
+from collections import deque
+from collections.abc import Sequence
+from random import Random
+from typing import Any
+
+import numpy as np
+from attrs import define, frozen
+
+from kvstate.device import (
+    Completion,
+    CopyRun,
+    Direction,
+    Event,
+    FillRun,
+    MapRun,
+    Segments,
+    Stream,
+    UnmapRun,
+)
+from kvstate.errors import ConfigError, DeviceError, DeviceFault
+from kvstate.gpu.books import Books
+from kvstate.gpu.checks import Checker, CudaCheck
+from kvstate.gpu.driver import Driver
+from kvstate.gpu.kernels import UNIT_BYTES, Kernels
+from kvstate.gpu.pinned import Pinned
+from kvstate.gpu.streams import MODES
+from kvstate.spec.facts import Ledger
+
+NON_BLOCKING = 1
+NO_TIMING = 2
+BATCH_FROM = 8
+"""From this many runs on, a copy is one batched call."""
+SPIN_CYCLES = 400_000
+"""The longest delay that `streams="adversarial"` puts before work: about 0.2 ms."""
+
+
+@frozen(eq=False)
+class CudaStream:
+    """A stream that this device made."""
+
+    device: CudaDevice
+    handle: int
+
+
+class CudaEvent:
+    """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
+
+    __slots__ = ("device", "handle")
+
+    def __init__(self, device: CudaDevice, handle: Any) -> None:
+        self.device, self.handle = device, handle
+
+    def __del__(self) -> None:
+        # May run on any thread: it only puts the handle back, and calls no driver.
+        self.device.idle_events.append(self.handle)
+
+
+@define
+class Pending:
+    """A copy whose end was not reported."""
+
+    token: int
+    done: CudaEvent
+    ok: bool
+
+
+class CudaDevice(Books):
+    """One CUDA device, by its ordinal."""
+
+    name = "cuda"
+
+    def __init__(self, ordinal: int = 0, *, streams: str = "eager", seed: int = 0) -> None:
+        """Open the device. With `streams="adversarial"` work is delayed now and then by a kernel
+        that only spins, so that what is not ordered runs in another order.
+        """
+        super().__init__()
+        self.closed = True
+        if streams not in MODES:
+            raise ConfigError(f"there is no stream mode {streams!r}; choose of {', '.join(MODES)}")
+        self.driver = driver = Driver(ordinal)
+        if not driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
+            raise ConfigError(f"CUDA device {ordinal} has no virtual memory management")
+        self.api = driver.api
+        self._property, self._access = self._memory_kind(ordinal)
+        self.random = Random(seed)
+        self.adversarial = streams == "adversarial"
+        self.idle_events: deque[Any] = deque()
+        self._events: list[Any] = []
+        self._streams: list[int] = []
+        self._handles: dict[int, Any] = {}
+        self._regions: dict[int, tuple[int, int]] = {}
+        self._made = 0
+        self._copy_streams = {direction: self._new_stream() for direction in Direction}
+        self._own = self._new_stream()
+        self._pending: dict[int, Pending] = {}
+        self._issued = 0
+        self._busy = False
+        self._script: list[Completion] | None = None
+        self._failed: frozenset[int] = frozenset()
+        self.pinned = Pinned(driver)
+        self.kernels = Kernels(driver)
+        self.checker = Checker(self)
+        self.closed = False
+
+    def _memory_kind(self, ordinal: int) -> tuple[Any, Any]:
+        """Plain memory of the device, and the access that a mapping of it gives."""
+        api = self.api
+        kind = api.CUmemAllocationProp()
+        kind.type = api.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+        kind.location.type = api.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+        kind.location.id = ordinal
+        flags = api.CUmemAccess_flags
+        access = {}
+        for read_only in (False, True):
+            one = access[read_only] = api.CUmemAccessDesc()
+            one.location.type, one.location.id = kind.location.type, ordinal
+            one.flags = (
+                flags.CU_MEM_ACCESS_FLAGS_PROT_READ
+                if read_only
+                else flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+            )
+        least = api.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+        self.granularity_bytes = int(
+            self.driver.call(api.cuMemGetAllocationGranularity, kind, least)
+        )
+        return kind, access
+
+    # Addresses and frames.
+
+    def reserve(self, size_bytes: int, align_bytes: int) -> int:
+        """Reserve addresses; more than asked for, if the alignment is none that the driver
+        takes."""
+        self._enter("reserve")
+        power = align_bytes & (align_bytes - 1) == 0
+        unit = self.granularity_bytes
+        size = -(-(size_bytes + (0 if power else align_bytes)) // unit) * unit
+        wanted = align_bytes if power else 0
+        first = int(self.driver.call(self.api.cuMemAddressReserve, size, wanted, 0, 0))
+        address = -(-first // align_bytes) * align_bytes
+        self._regions[address] = (first, size)
+        self.reservations[address] = size_bytes
+        return address
+
+    def unreserve(self, address: int) -> None:
+        """Give the addresses back."""
+        self._enter("unreserve")
+        self.check_unreserve(address)
+        self.driver.call(self.api.cuMemAddressFree, *self._regions[address])
+        del self._regions[address], self.reservations[address]
+
+    def create(self, count: int, frame_bytes: int) -> list[int]:
+        """Allocate frames; if one fails, those before it are released again."""
+        self._enter("create")
+        self.check_create(count, frame_bytes)
+        made: list[Any] = []
+        try:
+            while len(made) < count:
+                made.append(self.driver.call(self.api.cuMemCreate, frame_bytes, self._property, 0))
+        except DeviceError:
+            self._undo(self.api.cuMemRelease, [(handle,) for handle in made])
+            raise
+        self.frame_bytes = frame_bytes
+        names = list(range(self._made, self._made + count))
+        self._made += count
+        self._handles.update(zip(names, made, strict=True))
+        self.frames.update(names)
+        return names
+
+    def release(self, frames: Sequence[int]) -> None:
+        """Free frames."""
+        self._enter("release")
+        self.check_release(frames)
+        for frame in frames:
+            self.driver.call(self.api.cuMemRelease, self._handles.pop(frame))
+            self.frames.discard(frame)
+
+    def map(self, runs: Sequence[MapRun]) -> None:
+        """Map every frame, then allow access a run at a time; if anything fails, unmap again."""
+        self._enter("map")
+        places = self.check_map(runs)
+        api, size = self.api, self.frame_bytes
+        mapped: list[int] = []
+        try:
+            for place, frame in places.items():
+                self.driver.call(api.cuMemMap, place, size, 0, self._handles[frame], 0)
+                mapped.append(place)
+            for address, frames, read_only in runs:
+                if frames:
+                    access = [self._access[read_only]]
+                    self.driver.call(api.cuMemSetAccess, address, len(frames) * size, access, 1)
+        except DeviceError:
+            self._undo(api.cuMemUnmap, [(place, size) for place in mapped])
+            raise
+        self.note_map(runs, places)
+
+    def unmap(self, runs: Sequence[UnmapRun]) -> None:
+        """Unmap each run with one call. Notes a fault if the device was not quiet."""
+        self._enter("unmap")
+        places = self.check_unmap(runs)
+        if self._busy:
+            self.faults.append(
+                f"{len(places)} frames are unmapped with work issued since the quiesce"
+            )
+        for address, count in runs:
+            if count:
+                self.driver.call(self.api.cuMemUnmap, address, count * self.frame_bytes)
+        self.note_unmap(places)
+
+    def host_reserve(self, size_bytes: int) -> int:
+        """Pinned memory."""
+        self._enter("host_reserve")
+        address = self.pinned.reserve(size_bytes)
+        self.host_memory[address] = size_bytes
+        return address
+
+    def host_unreserve(self, address: int) -> None:
+        """Give pinned memory back."""
+        self._enter("host_unreserve")
+        size_bytes = self.check_host(address)
+        self.pinned.unreserve(address, size_bytes)
+        del self.host_memory[address]
+
+    # Copies and their ends.
+
+    def copy(
+        self,
+        direction: Direction,
+        runs: Sequence[CopyRun],
+        after: Sequence[Event] = (),
+        before: Sequence[Stream] = (),
+    ) -> int:
+        """Issue a copy on the stream of its direction; events order it with the caller's."""
+        waits = [self._event_handle(event) for event in after]
+        followers = [self.handle_of(stream) for stream in before]
+        self._enter("copy")
+        stream, call = self._copy_streams[direction], self.driver.call
+        self._busy = True
+        for event in waits:
+            call(self.api.cuStreamWaitEvent, stream, event, 0)
+        self.delay(stream)
+        ok = self._issue(stream, direction, runs)
+        done = self.mark(stream)
+        for follower in followers:
+            call(self.api.cuStreamWaitEvent, follower, done.handle, 0)
+        self._issued += 1
+        self._pending[self._issued] = Pending(self._issued, done, ok)
+        self.copies.add(self._issued)
+        return self._issued
+
+    def _issue(self, stream: int, direction: Direction, runs: Sequence[CopyRun]) -> bool:
+        """Put the copies on the stream; false if they cannot or shall not succeed."""
+        for target, source, size in runs:
+            reason = self.missing(target, size, write=True) or self.missing(
+                source, size, write=False
+            )
+            if reason is not None:
+                self.faults.append(f"{size} bytes from {source:#x} to {target:#x}: {reason}")
+                return False
+        if self._failing and self.fails("complete"):
+            self._spoil(stream, runs)
+            return False
+        try:
+            self._copy_pieces(stream, direction, list(self.pinned.pieces(list(runs))))
+        except DeviceError as error:
+            raise DeviceFault(f"a copy was issued in part: {error}") from error
+        return True
+
+    def _copy_pieces(self, stream: int, direction: Direction, runs: list[CopyRun]) -> None:
+        api, call = self.api, self.driver.call
+        if len(runs) < BATCH_FROM or not hasattr(api, "cuMemcpyBatchAsync"):
+            function = api.cuMemcpyDtoHAsync
+            if direction is Direction.IN:
+                function = api.cuMemcpyHtoDAsync
+            for target, source, size in runs:
+                call(function, target, source, size, stream)
+            return
+        attributes = api.CUmemcpyAttributes()
+        attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+        call(
+            api.cuMemcpyBatchAsync,
+            [api.CUdeviceptr(run.target) for run in runs],
+            [api.CUdeviceptr(run.source) for run in runs],
+            [run.size_bytes for run in runs],
+            len(runs), [attributes], [0], 1, stream,
+        )  # fmt: skip
+
+    def _spoil(self, stream: int, runs: Sequence[CopyRun]) -> None:
+        """What a failed copy leaves on the device: anything at all."""
+        for target, _, size in runs:
+            if not self._in_host(target, size):
+                self.driver.call(self.api.cuMemsetD8Async, target, 0xBD, size, stream)
+
+    def poll(self) -> list[Completion]:
+        """Copies that have ended, the oldest of each stream first; or those that the script
+        names."""
+        self.driver.select()
+        if self._script is not None:
+            script, self._script = self._script, []
+            return [self._scripted(one) for one in script if one.token in self._pending]
+        ready = self.driver.ready
+        ended = [one for one in self._pending.values() if ready(one.done.handle)]
+        return [self._end(one, one.ok) for one in ended]
+
+    def quiesce(self) -> list[Completion]:
+        """Wait for the whole context; completions in issue order."""
+        self._enter("quiesce")
+        self.driver.call(self.api.cuCtxSynchronize)
+        self._busy = False
+        failed, self._failed = self._failed, frozenset()
+        pending = list(self._pending.values())
+        return [self._end(one, one.ok and one.token not in failed) for one in pending]
+
+    def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
+        """Make the next poll deliver exactly these ends, and those after it none, until None."""
+        self._script = None if ended is None else [Completion(*one) for one in ended]
+        self._failed = frozenset(failed)
+
+    def _scripted(self, one: Completion) -> Completion:
+        pending = self._pending[one.token]
+        self.driver.call(self.api.cuEventSynchronize, pending.done.handle)
+        return self._end(pending, one.ok)
+
+    def _end(self, pending: Pending, ok: bool) -> Completion:
+        del self._pending[pending.token]
+        self.copies.discard(pending.token)
+        return Completion(pending.token, ok)
+
+    # Streams and events.
+
+    def stream(self) -> CudaStream:
+        """A stream of the caller's."""
+        self.driver.select()
+        return CudaStream(self, self._new_stream())
+
+    def synchronize(self, stream: Stream) -> None:
+        """Wait until everything launched on the stream has run."""
+        self.driver.select()
+        self.driver.call(self.api.cuStreamSynchronize, self.handle_of(stream))
+
+    def record(self, stream: Stream) -> CudaEvent:
+        """The point behind everything that was launched on the stream so far."""
+        handle = self.handle_of(stream)
+        self._enter("record")
+        self._busy = True
+        return self.mark(handle)
+
+    def mark(self, stream: int) -> CudaEvent:
+        """Record an event from the pool."""
+        try:
+            handle = self.idle_events.popleft()
+        except IndexError:
+            handle = self.driver.call(self.api.cuEventCreate, NO_TIMING)
+            self._events.append(handle)
+        event = CudaEvent(self, handle)
+        self.driver.call(self.api.cuEventRecord, handle, stream)
+        return event
+
+    def handle_of(self, stream: Stream) -> int:
+        """The driver's handle of a stream: ours, a number, or another library's object."""
+        if stream is None:
+            return 0
+        if isinstance(stream, CudaStream):
+            if stream.device is not self:
+                raise DeviceError("stream", "it is of another device")
+            return stream.handle
+        if isinstance(stream, int):
+            return stream
+        if hasattr(stream, "__cuda_stream__"):
+            return int(stream.__cuda_stream__()[1])
+        if hasattr(stream, "cuda_stream"):
+            return int(stream.cuda_stream)
+        raise DeviceError("stream", f"{stream!r} is not a stream")
+
+    def _event_handle(self, event: Event) -> Any:
+        if isinstance(event, CudaEvent):
+            if event.device is not self:
+                raise DeviceError("event", "it is of another device")
+            return event.handle
+        if hasattr(event, "cuda_event") and event.cuda_event:
+            return int(event.cuda_event)
+        raise DeviceError("event", f"{event!r} is not a recorded event")
+
+    def _new_stream(self) -> int:
+        handle = int(self.driver.call(self.api.cuStreamCreate, NON_BLOCKING))
+        self._streams.append(handle)
+        return handle
+
+    # Bytes.
+
+    def fill(self, runs: Sequence[FillRun], value: int) -> None:
+        """Overwrite memory, on a stream of our own, and wait for that alone."""
+        self._enter("fill")
+        for address, size in runs:
+            self.check_access("fill", address, size, write=True)
+        for address, size in runs:
+            if self._in_host(address, size):
+                ctypes.memset(address, value, size)
+            elif size:
+                self.driver.call(self.api.cuMemsetD8Async, address, value, size, self._own)
+        self.driver.call(self.api.cuStreamSynchronize, self._own)
+
+    def peek(self, address: int, size_bytes: int) -> bytes:
+        """Read memory at once."""
+        self.check_access("peek", address, size_bytes, write=False)
+        if self._in_host(address, size_bytes):
+            return ctypes.string_at(address, size_bytes)
+        buffer = np.empty(size_bytes, np.uint8)
+        self.driver.select()
+        self.driver.call(self.api.cuMemcpyDtoH, buffer.ctypes.data, address, size_bytes)
+        return buffer.tobytes()
+
+    def poke(self, address: int, data: bytes) -> None:
+        """Write memory at once."""
+        self.check_access("poke", address, len(data), write=True)
+        if self._in_host(address, len(data)):
+            ctypes.memmove(address, data, len(data))
+            return
+        self.driver.select()
+        buffer = np.frombuffer(data, np.uint8)
+        self.driver.call(self.api.cuMemcpyHtoD, address, buffer.ctypes.data, len(data))
+
+    def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
+        """How many bytes are none of the two values."""
+        for address, size in runs:
+            self.check_access("strays", address, size, write=False)
+        self.driver.select()
+        return self.checker.strays(self._own, runs, values)
+
+    def set_rows(self, row_bytes: int) -> None:
+        """The size of a token row: a multiple of 16 bytes, for the kernels."""
+        if row_bytes < 1 or row_bytes % UNIT_BYTES:
+            raise ConfigError(
+                f"token rows of {row_bytes} bytes: byte checks on CUDA want a multiple of "
+                f"{UNIT_BYTES}"
+            )
+        self.checker.row_bytes = row_bytes
+
+    def publish(
+        self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
+    ) -> None:
+        """Launch the update of the device's table."""
+        self._launching(stream)
+        self.checker.publish(self.handle_of(stream), rows, bases, lengths)
+
+    def write(self, stream: Stream, segments: Segments) -> None:
+        """Launch the writing of token rows."""
+        self._launching(stream)
+        self.checker.write(self.handle_of(stream), segments)
+
+    def verify(
+        self, stream: Stream, segments: Segments, most_bytes: int | None = None
+    ) -> CudaCheck:
+        """Launch the comparison of token rows."""
+        self._launching(stream)
+        return self.checker.verify(self.handle_of(stream), segments, most_bytes)
+
+    def delay(self, stream: int) -> None:
+        """With adversarial streams, let the next work on the stream come late, now and then."""
+        if self.adversarial and self.random.random() < 0.3:
+            self.kernels.spin(stream, self.random.randrange(SPIN_CYCLES))
+
+    def schedule(self, seed: int) -> None:
+        """Decide from here on by this seed what is delayed."""
+        self.random.seed(seed)
+
+    def _launching(self, stream: Stream) -> None:
+        self.driver.select()
+        self._busy = True
+        self.delay(self.handle_of(stream))
+
+    # The end.
+
+    def ledger(self) -> Ledger:
+        """The device's own books. What runs when is not known here."""
+        return self.books(())
+
+    def close(self) -> None:
+        """Wait, and give everything back. If the context is lost, there is nothing to give
+        back."""
+        if self.closed:
+            return
+        try:
+            self._give_back()
+        except (DeviceError, DeviceFault) as error:
+            warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
+        self.driver.release()
+        self._pending.clear()
+        self.forget()
+
+    def _give_back(self) -> None:
+        api, call = self.api, self.driver.call
+        self.driver.select()
+        call(api.cuCtxSynchronize)
+        for address in self.mappings:
+            call(api.cuMemUnmap, address, self.frame_bytes)
+        for handle in self._handles.values():
+            call(api.cuMemRelease, handle)
+        for first, size in self._regions.values():
+            call(api.cuMemAddressFree, first, size)
+        for address, size in self.host_memory.items():
+            self.pinned.unreserve(address, size)
+        self.checker.free()
+        self.kernels.unload()
+        for event in self._events:
+            call(api.cuEventDestroy, event)
+        for stream in self._streams:
+            call(api.cuStreamDestroy, stream)
+
+    def __del__(self) -> None:
+        if not getattr(self, "closed", True):
+            warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
+
+    # Inside.
+
+    def _enter(self, kind: str) -> None:
+        self.driver.select()
+        self.enter(kind)
+
+    def _undo(self, function: Any, calls: list[tuple[Any, ...]]) -> None:
+        """Take driver steps back. If that fails, nobody knows what is held."""
+        try:
+            for arguments in reversed(calls):
+                self.driver.call(function, *arguments)
+        except DeviceError as error:
+            raise DeviceFault(f"a failed call could not be undone: {error}") from error

@@ -1,0 +1,102 @@
+"""The CUDA driver, called so that an error has a name.
+
+Every call goes through `Driver.call`. An error that leaves the context usable is a `DeviceError`;
+one that is sticky (an illegal address in some kernel, say) is a `DeviceFault`, after which the
+driver is not asked anything any more: it would answer every call with the same error, and waiting
+for a stream might never end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any, Final
+
+from kvstate.errors import ConfigError, DeviceError, DeviceFault
+
+STICKY: Final = frozenset({
+    "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_LAUNCH_TIMEOUT",
+    "CUDA_ERROR_HARDWARE_STACK_ERROR", "CUDA_ERROR_ILLEGAL_INSTRUCTION", "CUDA_ERROR_ASSERT",
+    "CUDA_ERROR_MISALIGNED_ADDRESS", "CUDA_ERROR_INVALID_ADDRESS_SPACE", "CUDA_ERROR_INVALID_PC",
+    "CUDA_ERROR_ECC_UNCORRECTABLE", "CUDA_ERROR_NVLINK_UNCORRECTABLE", "CUDA_ERROR_CONTAINED",
+    "CUDA_ERROR_CONTEXT_IS_DESTROYED", "CUDA_ERROR_DEINITIALIZED", "CUDA_ERROR_UNKNOWN",
+})  # fmt: skip
+"""Errors after which the context is lost."""
+
+
+class Driver:
+    """The driver and the primary context of one device."""
+
+    def __init__(self, ordinal: int) -> None:
+        try:
+            self.api: Any = import_module("cuda.bindings.driver")
+        except ImportError as error:
+            raise ConfigError("CUDA needs cuda-python: pip install 'kvstate[gpu]'") from error
+        self.ordinal = ordinal
+        self.lost: str | None = None
+        """The error that lost the context; None while it is usable."""
+        count = self._count()
+        if not 0 <= ordinal < count:
+            raise ConfigError(f"there is no CUDA device {ordinal}; {count} are visible")
+        self.device = self.call(self.api.cuDeviceGet, ordinal)
+        self.context = self.call(self.api.cuDevicePrimaryCtxRetain, self.device)
+        self.select()
+
+    def _count(self) -> int:
+        """How many devices there are. Raises ConfigError where there is no driver at all."""
+        try:
+            self.call(self.api.cuInit, 0)
+            return int(self.call(self.api.cuDeviceGetCount))
+        except (RuntimeError, DeviceError) as error:
+            raise ConfigError(f"CUDA cannot be used here: {error}") from error
+
+    def select(self) -> None:
+        """Make the context current on this thread: whoever called last may have changed it."""
+        error = self.api.cuCtxSetCurrent(self.context)[0]
+        if error:
+            self._raise("cuCtxSetCurrent", error)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call the driver; what it gives back. Raises DeviceError, or DeviceFault if it is
+        lost."""
+        if self.lost is not None:
+            raise DeviceFault(self.lost)
+        error, *values = function(*args)
+        if error:
+            self._raise(function.__name__, error)
+        return values[0] if values else None
+
+    def ready(self, event: Any) -> bool:
+        """Whether an event has passed."""
+        if self.lost is not None:
+            raise DeviceFault(self.lost)
+        error = self.api.cuEventQuery(event)[0]
+        if error == self.api.CUresult.CUDA_ERROR_NOT_READY:
+            return False
+        if error:
+            self._raise("cuEventQuery", error)
+        return True
+
+    def attribute(self, name: str) -> int:
+        """A device attribute, by the end of its name."""
+        wanted = getattr(self.api.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(self.call(self.api.cuDeviceGetAttribute, wanted, self.device))
+
+    def free_bytes(self) -> int:
+        """Free memory of the device, as the driver says."""
+        error, free, _ = self.api.cuMemGetInfo()
+        if error:
+            self._raise("cuMemGetInfo", error)
+        return int(free)
+
+    def release(self) -> None:
+        """Give the context back."""
+        if self.lost is None:
+            self.api.cuDevicePrimaryCtxRelease(self.device)
+
+    def _raise(self, call: str, error: Any) -> None:
+        name = getattr(error, "name", str(error))
+        if name in STICKY:
+            self.lost = f"{call} returned {name}: the context of CUDA device {self.ordinal} is lost"
+            raise DeviceFault(self.lost)
+        raise DeviceError(call, name)

@@ -1,0 +1,92 @@
+"""Pinned host memory: the host tier of a GPU.
+
+Pages are touched from several threads and then registered in units: on an H200's host that takes a
+quarter of the time of `cuMemHostAlloc` (limits measured: touching 3.7 to 4.3 GiB/s and registering
+touched pages 13 to 25 GiB/s, against 2.0 GiB/s). A copy may not cross from one registered unit
+into the next (the driver refuses it), so copies are cut there.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Final
+
+from kvstate.device import CopyRun
+from kvstate.errors import DeviceError
+from kvstate.gpu.driver import Driver
+
+UNIT_BYTES: Final = 512 << 20
+THREADS: Final = 8
+_TOUCH_BYTES: Final = 16 << 20
+_FAILED: Final = ctypes.c_void_p(-1).value
+_PORTABLE: Final = 0x01
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.mmap.restype = ctypes.c_void_p
+_libc.mmap.argtypes = [ctypes.c_size_t] * 2 + [ctypes.c_int] * 3 + [ctypes.c_long]
+_libc.munmap.argtypes = [ctypes.c_size_t] * 2
+
+
+class Pinned:
+    """Runs of host memory that the device can copy to and from."""
+
+    def __init__(self, driver: Driver) -> None:
+        self.driver = driver
+        self.units: dict[int, list[int]] = {}
+        """The first addresses of the registered units, by the address of their run."""
+
+    def reserve(self, size_bytes: int) -> int:
+        """Touched and registered memory; if anything fails, none."""
+        flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        address: int = _libc.mmap(0, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
+        if address == _FAILED:
+            raise DeviceError("host_reserve", f"no {size_bytes} bytes of host memory")
+        self.units[address] = []
+        try:
+            self._touch(address, size_bytes)
+            for first in range(address, address + size_bytes, UNIT_BYTES):
+                size = min(UNIT_BYTES, address + size_bytes - first)
+                self.driver.call(self.driver.api.cuMemHostRegister, first, size, _PORTABLE)
+                self.units[address].append(first)
+        except Exception:
+            self.unreserve(address, size_bytes)
+            raise
+        return address
+
+    def unreserve(self, address: int, size_bytes: int) -> None:
+        """Unregister and give back."""
+        for first in self.units.pop(address):
+            self.driver.call(self.driver.api.cuMemHostUnregister, first)
+        _libc.munmap(address, size_bytes)
+
+    def pieces(self, runs: list[CopyRun]) -> Iterator[CopyRun]:
+        """The runs of a copy, cut where host memory passes into another unit."""
+        for run in runs:
+            cut = self._cut(run)
+            while cut:
+                yield CopyRun(run.target, run.source, cut)
+                run = CopyRun(run.target + cut, run.source + cut, run.size_bytes - cut)
+                cut = self._cut(run)
+            if run.size_bytes:
+                yield run
+
+    def _cut(self, run: CopyRun) -> int:
+        """Bytes up to the next unit's beginning, if the run goes beyond it; else 0."""
+        for base, units in self.units.items():
+            end = units[-1] + UNIT_BYTES if units else base
+            for side in (run.target, run.source):
+                left = UNIT_BYTES - (side - base) % UNIT_BYTES
+                if base <= side < end and left < run.size_bytes:
+                    return left
+        return 0
+
+    def _touch(self, address: int, size_bytes: int) -> None:
+        """Make the system back every page, from several threads (the call runs without the
+        lock)."""
+        firsts = range(address, address + size_bytes, _TOUCH_BYTES)
+        with ThreadPoolExecutor(THREADS) as pool:
+            end = address + size_bytes
+            list(pool.map(lambda at: ctypes.memset(at, 0, min(_TOUCH_BYTES, end - at)), firsts))
