@@ -22,16 +22,22 @@ def open_device(kind: str = "auto", *, streams: str = "eager", seed: int = 0) ->
     and in as odd an order as `seed` and the order of streams and events allow; on CUDA, delayed by
     kernels that only take time).
     """
-    name, _, ordinal = kind.partition(":")
-    if name not in KINDS or (ordinal and not (name == "cuda" and ordinal.isdecimal())):
-        raise ConfigError(f"there is no device {kind!r}; choose one of {', '.join(KINDS)}")
+    name, ordinal = named(kind)
     if name == "auto":
         name = "host" if why_no_cuda() else "cuda"
     if name == "cuda":
         from kvstate.gpu.cuda import CudaDevice
 
-        return CudaDevice(int(ordinal or 0), streams=streams, seed=seed)
+        return CudaDevice(ordinal, streams=streams, seed=seed)
     return (HostDevice if name == "host" else NullDevice)(streams=streams, seed=seed)
+
+
+def named(kind: str) -> tuple[str, int]:
+    """A kind and an ordinal from a name such as `cuda:1`. Raises ConfigError if it is none."""
+    name, _, ordinal = kind.partition(":")
+    if name not in KINDS or (ordinal and not (name == "cuda" and ordinal.isdecimal())):
+        raise ConfigError(f"there is no device {kind!r}; choose one of {', '.join(KINDS)}")
+    return name, int(ordinal or 0)
 
 
 def why_no_cuda() -> str | None:

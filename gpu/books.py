@@ -38,6 +38,11 @@ class Books:
         self.faults: list[str] = []
         self.closed = False
 
+    @property
+    def lost(self) -> str | None:
+        """Why the device cannot be used any more; None while it can."""
+        return None
+
     # Failures to come.
 
     def fail_next(self, kind: str, nth: int = 1) -> None:

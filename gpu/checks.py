@@ -156,7 +156,8 @@ class Checker:
         self._launch(stream, wanted, scratch, verify=(stride, phase))
         scratch.done = self.device.mark(stream)
         launched = wanted["count"].astype(np.int64)
-        size_bytes = int(launched.sum()) * self.row_bytes // stride
+        picked = len(range(phase, tiles, stride)) * TILE_BYTES
+        size_bytes = min(int(launched.sum()) * self.row_bytes, picked)
         return CudaCheck(self, scratch, launched.tolist(), segments, size_bytes)
 
     def strays(self, stream: int, runs: Sequence[FillRun], values: bytes) -> int:

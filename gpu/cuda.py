@@ -142,6 +142,11 @@ class CudaDevice(Books):
         )
         return kind, access
 
+    @property
+    def lost(self) -> str | None:
+        """The error that lost the context, and the call that returned it."""
+        return self.driver.lost
+
     # Addresses and frames.
 
     def reserve(self, size_bytes: int, align_bytes: int) -> int:

@@ -12,6 +12,7 @@ like an engine's, so that a wrong table shows as wrong bytes.
 from __future__ import annotations
 
 import ctypes
+from functools import cache
 from typing import Any, Final
 
 import numpy as np
@@ -139,18 +140,10 @@ class Kernels:
     """The compiled kernels of one device."""
 
     def __init__(self, driver: Driver) -> None:
-        from cuda.core import Device, Program, ProgramOptions
-
         self.driver = driver
-        Device(driver.ordinal).set_current()
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
-        defines = {"GOLDEN": f"{GOLDEN}u", "MIX": f"{MIX}u", "TILE": str(TILE_BYTES),
-                   "THREADS": str(THREADS)}  # fmt: skip
-        text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + SOURCE
-        options = ProgramOptions(std="c++17", arch=f"sm_{major}{minor}")
-        code = Program(text, "c++", options).compile("cubin").code
-        driver.select()
-        self._module = driver.call(driver.api.cuModuleLoadData, bytes(code))
+        code = _compiled(f"sm_{major}{minor}")
+        self._module = driver.call(driver.api.cuModuleLoadData, code)
         self._functions = {
             name: driver.call(driver.api.cuModuleGetFunction, self._module, name.encode())
             for name in NAMES
@@ -203,6 +196,18 @@ class Kernels:
             self.driver.api.cuLaunchKernel, function, grid, rows, 1, block, 1, 1, 0, stream,
             (values, kinds), 0,
         )  # fmt: skip
+
+
+@cache
+def _compiled(arch: str) -> bytes:
+    """The kernels for an architecture: 50 ms, once a process."""
+    from cuda.core import Program, ProgramOptions
+
+    defines = {"GOLDEN": f"{GOLDEN}u", "MIX": f"{MIX}u", "TILE": str(TILE_BYTES),
+               "THREADS": str(THREADS)}  # fmt: skip
+    text = "".join(f"#define {name} {value}\n" for name, value in defines.items()) + SOURCE
+    options = ProgramOptions(std="c++17", arch=arch)
+    return bytes(Program(text, "c++", options).compile("cubin").code)
 
 
 def tiles_of(counts: np.ndarray[Any, Any], row_bytes: int) -> np.ndarray[Any, Any]:

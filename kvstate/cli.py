@@ -44,8 +44,8 @@ from kvstate.campaign.workers import run_workers
 from kvstate.config import GpuTier, HostTier, LayerSpec
 from kvstate.device import ByteDevice
 from kvstate.doctor import examine, render
-from kvstate.errors import KvStateError
-from kvstate.gpu import open_device
+from kvstate.errors import ConfigError, KvStateError
+from kvstate.gpu import KINDS, named, open_device
 from kvstate.spec.coupling import TABLES
 
 HELD, BROKEN, MISUSE = 0, 1, 2
@@ -57,15 +57,6 @@ app = typer.Typer(
 )  # fmt: skip
 out = Console()
 err = Console(stderr=True)
-
-
-class Kind(StrEnum):
-    """A device by name."""
-
-    AUTO = "auto"
-    CUDA = "cuda"
-    HOST = "host"
-    NULL = "null"
 
 
 class Streams(StrEnum):
@@ -83,7 +74,20 @@ class Format(StrEnum):
     SVG = "svg"
 
 
-DeviceOption = Annotated[Kind, typer.Option(help="Where the memory is.")]
+def _device(kind: str) -> str:
+    try:
+        named(kind)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from error
+    return kind
+
+
+DeviceOption = Annotated[
+    str,
+    typer.Option(
+        help=f"Where the memory is: {', '.join(KINDS)}, or cuda:1 and so on.", callback=_device
+    ),
+]
 StreamsOption = Annotated[Streams, typer.Option(help="When simulated work runs.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
@@ -96,7 +100,7 @@ def open_named(kind: str, streams: str, seed: int) -> ByteDevice:
 @app.command()
 def fuzz(
     *,
-    device: DeviceOption = Kind.AUTO,
+    device: DeviceOption = "auto",
     seconds: Annotated[float, typer.Option(help="How long, if --calls does not say.")] = 60,
     calls: Annotated[int | None, typer.Option(help="How many calls, at least.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; new by default.")] = None,
@@ -113,7 +117,7 @@ def fuzz(
 ) -> None:
     """Stateful fuzz of manager and device: laws and bytes are checked after every call."""
     seed = secrets.randbits(32) if seed is None else seed
-    opened = partial(open_named, device.value)
+    opened = partial(open_named, device)
     with closing(opened("eager", 0)) as probe:
         name = probe.name
     err.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
@@ -152,10 +156,12 @@ def replay(
     head_dim: Annotated[int, typer.Option(min=1, help="Elements of a head.")] = 8,
     dtype: Annotated[str, typer.Option(help="Type of an element.")] = "float16",
     block: Annotated[int, typer.Option(min=1, help="Tokens a block.")] = 32,
-    frame: Annotated[int, typer.Option(min=1, help="Bytes of a frame.")] = 4096,
+    frame: Annotated[
+        int | None, typer.Option(min=1, help="Bytes of a frame; by default the device's least.")
+    ] = None,
     gpu: Annotated[int, typer.Option(min=1, help="Frames of GPU memory.")] = 4096,
     host: Annotated[int, typer.Option(min=0, help="Host memory, in frames.")] = 4096,
-    device: DeviceOption = Kind.AUTO,
+    device: DeviceOption = "auto",
     streams: StreamsOption = Streams.EAGER,
     skip_malformed: Annotated[bool, typer.Option(help="Skip lines that cannot be read.")] = False,
     json: JsonOption = False,
@@ -167,13 +173,13 @@ def replay(
     if (source is None) == (uniform is None):
         raise typer.BadParameter("name a trace, or give --uniform PROMPT,OUTPUT, and not both")
     shape = LayerSpec(kv_heads, head_dim, dtype, layers)
-    tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
-    config = serving_config(shape, *tiers, block=block, batch=batch)
     found, skipped = _requests(source, uniform, requests, skip_malformed)
-    work = [scaled(request, scale, config.max_tokens) for request in found]
-    engine = Engine(config, open_named(device.value, streams.value, 0), batch, chunk)
-    started = monotonic()
-    with _progress(json) as tell:
+    with closing(open_named(device, streams.value, 0)) as opened, _progress(json) as tell:
+        frame = frame or opened.granularity_bytes
+        tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
+        config = serving_config(shape, *tiers, block=block, batch=batch)
+        work = [scaled(request, scale, config.max_tokens) for request in found]
+        engine, started = Engine(config, opened, batch, chunk), monotonic()
         outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))
     report = replay_report(engine, outcome, len(work), skipped, monotonic() - started)
     _show(report, json, replay_table(report))
@@ -216,10 +222,10 @@ def doctor(*, json: JsonOption = False) -> None:
     _show(report.as_dict(), json, render(report))
 
 
-def _replay_calls(source: Path, device: Kind) -> None:
+def _replay_calls(source: Path, device: str) -> None:
     """Play a recorded trace again and check everything."""
     header, calls = trace.read(source)
-    player = fuzzing.play(header, calls, partial(open_named, device.value))
+    player = fuzzing.play(header, calls, partial(open_named, device))
     err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
 
 
@@ -250,12 +256,18 @@ def _fuzz_line(tally: Tally) -> str:
 
 
 def _known(folders: list[Path], opened: fuzzing.OpenDevice) -> list[Found]:
-    """Play the failures of earlier runs first; those that still fail."""
+    """Play the failures of earlier runs first; those that still fail.
+
+    Where the device has no frames as small as a trace's, on the host device.
+    """
+    with closing(opened("eager", 0)) as probe:
+        least = probe.granularity_bytes
     still = []
     for path in sorted(path for folder in set(folders) for path in folder.glob("*.jsonl")):
         header, calls = trace.read(path)
         try:
-            fuzzing.play(header, calls, opened)
+            fits = header.config.gpu.frame_bytes % least == 0
+            fuzzing.play(header, calls, opened if fits else partial(open_named, "host"))
         except Broken as broken:
             failure = Failure(broken.kind, broken.detail, header, calls, len(calls))
             still.append(_tell_failure(failure, path.parent))

@@ -202,6 +202,10 @@ class ByteDevice(Device, Protocol):
     faults: list[str]
     """Broken rules of memory, in words: each one is somebody's bug."""
 
+    @property
+    def lost(self) -> str | None:
+        """Why the device cannot be used any more, for good; None while it can."""
+
     def fail_next(self, kind: str, nth: int = 1) -> None:
         """Make the `nth` next call of that kind fail, once.
 

@@ -91,7 +91,8 @@ def examine() -> Report:
     findings = tuple(finding for name, ask in _QUESTIONS for finding in _asked(name, ask))
     good = {finding.name for finding in findings if finding.ok}
     host = ("host",) if good.issuperset(_HOST_NEEDS) else ()
-    return Report(findings, (*host, "null"))
+    cuda = ("cuda",) if "cuda_0_vmm" in good and _version("cuda-core") else ()
+    return Report(findings, (*cuda, *host, "null"))
 
 
 def render(report: Report) -> Table:

@@ -25,17 +25,22 @@ from kvstate.view import view
 
 Program = tuple[trace.AnyCall, ...]
 
-CONFIG = Config(
-    layers=[LayerSpec(kv_heads=1, head_dim=256, dtype="float16")],
-    gpu=GpuTier(budget_bytes=4 * 4096, frame_bytes=4096, map_ahead_frames=1),
-    host=HostTier(6 * 2048),
-    tokens_per_block=2,
-    max_tokens=8,
-    max_sequences=2,
-    scrub=True,
-)
-"""Four tokens a frame, two a block: a block is half a frame."""
-HEADER = trace.Header(kvstate_trace=trace.VERSION, config=CONFIG, strict=False)
+
+def header(frame_bytes: int = 4096) -> trace.Header:
+    """Four tokens a frame, two a block: a block is half a frame."""
+    config = Config(
+        layers=[LayerSpec(kv_heads=1, head_dim=frame_bytes // 16, dtype="float16")],
+        gpu=GpuTier(budget_bytes=4 * frame_bytes, frame_bytes=frame_bytes, map_ahead_frames=1),
+        host=HostTier(3 * frame_bytes),
+        tokens_per_block=2,
+        max_tokens=8,
+        max_sequences=2,
+        scrub=True,
+    )
+    return trace.Header(kvstate_trace=trace.VERSION, config=config, strict=False)
+
+
+HEADER = header()
 SEQUENCES = 2
 """How many sequences a program may create, one after the other."""
 DEPTH = 8

@@ -51,13 +51,14 @@ class Machine(RuleBasedStateMachine):
 
     @initialize(seed=SEEDS)
     def begin(self, seed: int) -> None:
-        config = draw_config(Random(seed))
+        device = self.open(self.streams, seed)
+        config = draw_config(Random(seed), device.granularity_bytes)
         self.header = trace.Header(
             kvstate_trace=trace.VERSION, config=config, device=self.device, streams=self.streams,
             strict=False,
         )  # fmt: skip
         self.program: list[trace.AnyCall] = []
-        self.player = Player(self.header, self.open(self.streams, seed))
+        self.player = Player(self.header, device)
 
     def open(self, streams: str, seed: int) -> ByteDevice:
         return open_device(self.device, streams=streams, seed=seed)
@@ -111,7 +112,7 @@ def machine(device: str, streams: str) -> type[Machine]:
 
 
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
-@pytest.mark.parametrize("device", ["host", "null"])
+@pytest.mark.parametrize("device", ["host", "null", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_machine(device: str, streams: str) -> None:
     run_state_machine_as_test(machine(device, streams), settings=SETTINGS)
 

@@ -16,7 +16,7 @@ import pytest
 from kvstate import trace
 from kvstate.campaign.player import Player
 from kvstate.errors import IllegalTransition
-from kvstate.gpu import HostDevice
+from kvstate.gpu import open_device
 from kvstate.plan import Cells, Plan
 from kvstate.spec.compiled import MACHINES, CellEvent, ObjectEvent, row_key
 from kvstate.spec.coupling import TABLES
@@ -24,7 +24,7 @@ from kvstate.spec.expr import evaluate
 from kvstate.spec.sequence import SEQUENCE
 from kvstate.spec.table import Row, State, Table
 from kvstate.view import view
-from tests.paths import HEADER, ROWS, Program, search
+from tests.paths import ROWS, Program, header, search
 from tests.stubs import Thing, enabling, points
 
 pytestmark = pytest.mark.xdist_group("rows")
@@ -144,16 +144,21 @@ def _fire_both(table: Table, first: Row, second: Row) -> int:
     return int(subject.states[0] if table.runs else subject.state)
 
 
-# On the real manager and device.
+# On the real manager and devices.
+
+DEVICES = pytest.mark.parametrize(
+    "device", ["host", pytest.param("cuda", marks=pytest.mark.gpu)]
+)  # fmt: skip
 
 
+@DEVICES
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
 @pytest.mark.parametrize("key", CASES)
-def test_shortest_program_of_a_row(key: str, streams: str) -> None:
+def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     """The row fires in the last call, and everything else holds after every call."""
     program = search().rows.get(key)
     assert program is not None, f"no program of public calls fires {key}"
-    player = open_player(streams)
+    player = open_player(device, streams)
     for call in program[:-1]:
         player.apply(call)
     before = player.coverage.rows.get(key, 0)
@@ -163,13 +168,14 @@ def test_shortest_program_of_a_row(key: str, streams: str) -> None:
     player.finish()
 
 
+@DEVICES
 @pytest.mark.parametrize("part", range(8))
-def test_pairs_of_rows_in_a_program(part: int) -> None:
+def test_pairs_of_rows_in_a_program(part: int, device: str) -> None:
     """Rows of one machine that two calls fire one after the other, on real memory."""
     pairs = sorted(search().pairs.items())
     assert len(pairs) > 100
     for (first, second), program in pairs[part::8]:
-        player = play_on_host(program)
+        player = played(program, device)
         assert player.coverage.rows[first], first
         assert player.coverage.rows[second], second
         player.finish()
@@ -206,10 +212,11 @@ ILLEGAL = [
 ]
 
 
+@DEVICES
 @pytest.mark.parametrize(("state", "event"), ILLEGAL, ids=str)
-def test_illegal_call_changes_nothing(state: State, event: str) -> None:
+def test_illegal_call_changes_nothing(state: State, event: str, device: str) -> None:
     """Each public call in each state that has no row for it: refused, and deeply unchanged."""
-    player = play_on_host(search().states[state.name])
+    player = played(search().states[state.name], device)
     seq = next(iter(player.kv.sequences.values()))
     before, calls = view(player.kv), dict(player.device.calls)
     refused = _refused(lambda: PUBLIC[event](player, seq))
@@ -223,19 +230,20 @@ def test_illegal_call_changes_nothing(state: State, event: str) -> None:
 
 @pytest.mark.parametrize("event", PUBLIC)
 def test_closed_sequence_refuses_everything(event: str) -> None:
-    player = play_on_host((trace.Create(seq=1, max_tokens=8),))
+    player = played((trace.Create(seq=1, max_tokens=8),))
     seq = player.seqs[1].seq
     player.apply(trace.Close(seq=1))
     assert _refused(lambda: PUBLIC[event](player, seq)).state == "CLOSED"
     player.finish()
 
 
-def open_player(streams: str) -> Player:
-    return Player(HEADER, HostDevice(streams=streams, seed=1))
+def open_player(name: str, streams: str) -> Player:
+    device = open_device(name, streams=streams, seed=1)
+    return Player(header(device.granularity_bytes), device)
 
 
-def play_on_host(program: Program) -> Player:
-    player = open_player("eager")
+def played(program: Program, device: str = "host") -> Player:
+    player = open_player(device, "eager")
     for call in program:
         player.apply(call)
     return player

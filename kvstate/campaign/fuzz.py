@@ -20,7 +20,7 @@ from typing import Final
 from attrs import define, field, frozen
 
 from kvstate import trace
-from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.player import LOST, Broken, Player
 from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.campaign.shrink import Program, shrink
 from kvstate.device import ByteDevice
@@ -177,6 +177,8 @@ def save(failure: Failure, folder: Path) -> Path:
 def _shrunk(
     broken: Broken, header: trace.Header, program: Program, open_device: OpenDevice
 ) -> Failure:
+    """The shortest program that fails alike. A lost device cannot be opened again by a process."""
+
     def fails(candidate: Program) -> bool:
         try:
             play(header, candidate, open_device)
@@ -184,7 +186,8 @@ def _shrunk(
             return again.kind == broken.kind
         return False
 
-    short = shrink(program, fails) if fails(program) else program
+    can_shrink = broken.kind != LOST and fails(program)
+    short = shrink(program, fails) if can_shrink else program
     return Failure(broken.kind, broken.detail, header, short, len(program))
 
 

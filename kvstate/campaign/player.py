@@ -42,6 +42,8 @@ from kvstate.spec.range import PARKED
 
 TABLE_ENTRIES = 4096
 """Entries of the device's table that are used."""
+LOST = "device lost"
+"""The kind of failure after which the process has no device any more."""
 STREAMS = 3
 """Streams of the player: the default one, and two more."""
 
@@ -390,6 +392,8 @@ class Player:
         self._check_scrubbed()
 
     def _check_faults(self) -> None:
+        if self.device.lost:
+            raise Broken(LOST, self.device.lost)
         if self.device.faults:
             raise Broken("fault", "; ".join(self.device.faults))
 

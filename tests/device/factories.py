@@ -200,6 +200,11 @@ def segments(*parts: tuple[int, int, int, int]) -> Segments:
     return np.array([(*part, -1) for part in parts], dtype=SEGMENT)
 
 
+def relative(row: int, *parts: tuple[int, int, int, int]) -> Segments:
+    """The same, with addresses relative to what the device's table has for a row."""
+    return np.array([(*part, row) for part in parts], dtype=SEGMENT)
+
+
 def written(position: int, count: int, key: int) -> bytes:
     """The bytes that the writer leaves there."""
     return pattern.rows(key, position, count, ROW_BYTES).tobytes()

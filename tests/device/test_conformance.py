@@ -14,7 +14,16 @@ from typing import Final
 import pytest
 
 from kvstate.device import CopyRun, Direction, FillRun, MapRun
-from tests.device.factories import ROW_BYTES, Rig, refused, segments, tokens, written
+from kvstate.errors import DeviceError
+from tests.device.factories import (
+    ROW_BYTES,
+    Rig,
+    refused,
+    relative,
+    segments,
+    tokens,
+    written,
+)
 
 OUT, IN = Direction.OUT, Direction.IN
 SEEDS: Final = range(12)
@@ -535,6 +544,77 @@ def test_verify_of_no_rows_finds_nothing_wrong(rig: Rig) -> None:
     assert list(rig.verify(parts).wrong) == [0, 0, 0]
     nothing = rig.verify(segments())
     assert (list(nothing.wrong), nothing.size_bytes) == ([], 0)
+
+
+def test_a_published_base_is_what_rows_are_relative_to(rig: Rig) -> None:
+    address, stream, row = rig.mapped(2), rig.device.stream(), 7
+    rig.write(segments((address, 0, 8, 3), (address + rig.frame_bytes, 0, 8, 4)))
+    rig.device.publish(stream, [row], [address], [8])
+    first = rig.device.verify(stream, relative(row, (0, 0, 8, 3)))
+    rig.device.publish(stream, [row], [address + rig.frame_bytes], [8])
+    second = rig.device.verify(stream, relative(row, (0, 0, 8, 4), (2 * ROW_BYTES, 2, 3, 4)))
+    rig.device.synchronize(stream)
+    assert (list(first.wrong), list(second.wrong)) == ([0], [0, 0])
+
+
+def test_a_stale_base_shows_as_wrong_bytes(rig: Rig) -> None:
+    """The host's books know the new base, the device's table has the old one."""
+    address, stream, row = rig.mapped(2), rig.device.stream(), 7
+    rig.write(segments((address, 0, 8, 3), (address + rig.frame_bytes, 0, 8, 4)))
+    rig.device.publish(stream, [row], [address], [8])
+    check = rig.device.verify(stream, relative(row, (0, 0, 8, 4)))
+    rig.device.synchronize(stream)
+    assert list(check.wrong) == [8]
+
+
+def test_rows_beyond_the_published_length_are_not_there(rig: Rig) -> None:
+    address, stream, row = rig.mapped(1), rig.device.stream(), 0
+    rig.write(segments((address, 0, 8, 3)))
+    rig.device.publish(stream, [row], [address], [5])
+    check = rig.device.verify(stream, relative(row, (0, 0, 5, 3), (0, 0, 6, 3)))
+    rig.device.synchronize(stream)
+    assert list(check.wrong) == [0, 6]
+
+
+def test_rows_are_written_where_the_table_says(rig: Rig) -> None:
+    address, stream, row = rig.mapped(1), rig.device.stream(), 1
+    rig.device.publish(stream, [row], [address], [4])
+    rig.device.write(stream, relative(row, (ROW_BYTES, 1, 3, 6)))
+    rig.device.synchronize(stream)
+    assert rig.device.peek(address + ROW_BYTES, 3 * ROW_BYTES) == written(1, 3, 6)
+
+
+@pytest.mark.parametrize("most_frames", [0, 1, 2])
+def test_a_sample_is_smaller_and_finds_what_is_wrong_everywhere(rig: Rig, most_frames: int) -> None:
+    address, count = rig.mapped(8), 8 * rig.frame_bytes // ROW_BYTES
+    rig.write(segments((address, 0, count, 3)))
+    most = most_frames * rig.frame_bytes
+    stream = rig.device.stream()
+    right = rig.device.verify(stream, segments((address, 0, count, 3)), most)
+    wrong = rig.device.verify(stream, segments((address, 0, count, 4)), most)
+    rig.device.synchronize(stream)
+    assert list(right.wrong) == [0]
+    assert 0 < wrong.wrong[0] <= max(most, rig.frame_bytes) // ROW_BYTES
+    assert 0 < wrong.size_bytes <= max(most, rig.frame_bytes)
+
+
+def test_strays_are_bytes_that_are_neither_value(rig: Rig) -> None:
+    address, host = rig.mapped(1), rig.device.host_reserve(4096)
+    runs = [FillRun(address, rig.frame_bytes), FillRun(host, 4096)]
+    rig.device.fill(runs, 0xDB)
+    rig.device.fill([FillRun(address + 3, 5)], 0)
+    assert rig.device.strays(runs, b"\x00\xdb") == 0
+    rig.device.poke(address + rig.frame_bytes - 2, b"ab")
+    rig.device.poke(host + 17, b"c")
+    assert rig.device.strays(runs, b"\x00\xdb") == 3
+    assert rig.device.strays(runs[1:], b"\x00\xdb") == 1
+    assert rig.device.strays([], b"\x00\xdb") == 0
+
+
+def test_strays_in_memory_that_is_not_there_are_refused(rig: Rig) -> None:
+    gone = rig.reserve(1)
+    with pytest.raises(DeviceError):
+        rig.device.strays([FillRun(gone, 16)], b"\x00\xdb")
 
 
 def test_rows_in_host_memory_can_be_verified(rig: Rig) -> None:
