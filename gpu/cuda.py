@@ -119,6 +119,11 @@ class CudaDevice(Books):
         self.checker = Checker(self)
         self.closed = False
 
+    @property
+    def memory(self) -> tuple[str, int]:
+        """Memory of this GPU."""
+        return "cuda", self.driver.ordinal
+
     def _memory_kind(self, ordinal: int) -> tuple[Any, Any]:
         """Plain memory of the device, and the access that a mapping of it gives."""
         api = self.api

@@ -65,6 +65,7 @@ class HostDevice(SimulatedDevice):
 
     name = "host"
     granularity_bytes = PAGE_BYTES
+    memory = ("cpu", 0)
 
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__(streams=streams, seed=seed)

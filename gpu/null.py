@@ -29,6 +29,7 @@ class NullDevice(SimulatedDevice):
     """Addresses without memory."""
 
     name = "null"
+    memory = None
 
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__(streams=streams, seed=seed)

@@ -10,6 +10,7 @@ from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.errors import (
     CapacityError,
     ConfigError,
+    DeadView,
     DeviceError,
     DeviceFault,
     HostExhausted,
@@ -23,12 +24,14 @@ from kvstate.errors import (
 from kvstate.manager import Manager
 from kvstate.sequence import Batch, Sequence, Step
 from kvstate.stats import Stats
+from kvstate.tensors import TensorView
 
 __all__ = [
     "Batch",
     "CapacityError",
     "Config",
     "ConfigError",
+    "DeadView",
     "DeviceError",
     "DeviceFault",
     "GpuTier",
@@ -44,5 +47,6 @@ __all__ = [
     "Sequence",
     "Stats",
     "Step",
+    "TensorView",
     "TraceError",
 ]

@@ -112,6 +112,9 @@ class Geometry:
 
     def __init__(self, config: Config) -> None:
         gpu, self.tokens_per_block = config.gpu, config.tokens_per_block
+        self.layers = config.layers
+        self.layer_count = self._check_layers()
+        """Layers in all."""
         self.frame_bytes = gpu.frame_bytes
         if gpu.frame_bytes % 4096:
             raise ConfigError(f"frame_bytes is {gpu.frame_bytes}: not a multiple of 4096")
@@ -141,6 +144,18 @@ class Geometry:
         """Bytes of every row that hold nothing."""
         return self.row_bytes - self.token_bytes
 
+    def layer(self, number: int) -> tuple[LayerSpec, int]:
+        """A layer by its number, counted over all of them: its shape, and where its K begins in a
+        token row, in bytes. V follows K, the next layer follows V. O(specs)."""
+        assert 0 <= number < self.layer_count
+        offset = 0
+        for spec in self.layers:
+            if number < spec.count:
+                return spec, offset + number * (spec.token_bytes // spec.count)
+            number -= spec.count
+            offset += spec.token_bytes
+        raise AssertionError("the specs have layer_count layers")
+
     def frames(self, tokens: int) -> int:
         """The frames that back that many tokens from a range's base."""
         return -(-tokens * self.row_bytes // self.frame_bytes)
@@ -167,6 +182,19 @@ class Geometry:
         units = -(-self.frames(tokens) // unit)
         step = 1 << max(0, units.bit_length() - 3)
         return -(-units // step) * step * unit
+
+    def _check_layers(self) -> int:
+        """Every element is at a multiple of its size, as rows are (of 16); how many layers."""
+        offset = 0
+        for spec in self.layers:
+            size = DTYPE_BYTES[spec.dtype]
+            if offset % size:
+                raise ConfigError(
+                    f"the {spec.dtype} layers begin at byte {offset} of a token row: not a "
+                    f"multiple of {size}; put layers of larger elements first"
+                )
+            offset += spec.token_bytes
+        return sum(spec.count for spec in self.layers)
 
     def _padded_row(self) -> int:
         """The row, padded so that a block is a multiple of a sixteenth of a frame."""

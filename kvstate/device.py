@@ -99,6 +99,10 @@ class Device(Protocol):
     def granularity_bytes(self) -> int:
         """Frame sizes are multiples of this."""
 
+    @property
+    def memory(self) -> tuple[str, int] | None:
+        """Whose memory is behind its addresses: `("cuda", ordinal)`, `("cpu", 0)`, or nobody's."""
+
     def reserve(self, size_bytes: int, align_bytes: int) -> int:
         """Reserve addresses with nothing behind them; the first one, a multiple of the
         alignment."""

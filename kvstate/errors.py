@@ -80,6 +80,14 @@ class DeviceFault(KvStateError):
     read."""
 
 
+class DeadView(KvStateError, BufferError):
+    """The sequence has left the memory that a tensor view is over, for the reason named."""
+
+    def __init__(self, view: str, reason: str) -> None:
+        self.view, self.reason = view, reason
+        super().__init__(f"{view} is dead: {reason}; take a new one with tensors()")
+
+
 class TraceError(KvStateError, ValueError):
     """A trace cannot be read; names the line and what is wrong with it."""
 

@@ -32,6 +32,7 @@ from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.stepping import Stepping
+from kvstate.tensors import TensorView, views
 
 log = logging.getLogger("kvstate")
 
@@ -129,6 +130,20 @@ class Manager(Stepping):
         return min(self.config.max_tokens, self.geometry.tokens(frames))
 
     # Memory.
+
+    def tensors(
+        self, seq: Sequence, layer: int, tokens: int | None = None
+    ) -> tuple[TensorView, TensorView]:
+        """K and V of one layer as tensors [tokens, kv_heads, head_dim] over the sequence's memory.
+
+        Layers count from 0, in the order of `config.layers`. `tokens` may be anything up to the
+        capacity; by default it is what was scheduled. Nothing is copied, held or waited for: see
+        `TensorView` for the stream to use them on and for how long they are good. Raises
+        IllegalTransition if the sequence has no GPU memory, no such layer or no room for so many
+        tokens, and ConfigError on a device without memory.
+        """
+        self._enter()
+        return views(seq, layer, tokens)
 
     def resume(self, seq: Sequence, stream: Stream = None) -> None:
         """Give the sequence a range; if it was suspended, copy its bytes back.

@@ -7,6 +7,7 @@ not observed apart.
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable
 from functools import wraps
@@ -22,13 +23,18 @@ from kvstate.manager import Manager
 from kvstate.sequence import Sequence, Step
 from kvstate.spec.facts import View
 from kvstate.spec.laws import laws
+from kvstate.tensors import tensors_held
 from kvstate.view import view
+
+log = logging.getLogger("kvstate")
 
 PUBLIC: Final = (
     "create", "dummy", "resume", "resize", "rewind", "step", "settle", "commit", "commit_each",
     "stop_committing", "suspend", "drop", "close_sequence", "poll", "trim",
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
+LEAVING: Final = ("suspend", "drop", "close_sequence")
+"""Those with which a sequence leaves its GPU memory."""
 
 
 def check_laws(kv: Manager, asked: Counter[str] | None = None) -> View:
@@ -160,8 +166,8 @@ def observe(
 ) -> None:
     """Put law checks and a recorder around the public methods of a manager.
 
-    With `debug`, freed memory is overwritten too, so that a stale read does not look right.
-    `asked` counts how often each law was checked.
+    With `debug`, freed memory is overwritten too, so that a stale read does not look right, and
+    tensors that outlive their memory are warned of. `asked` counts how often each law was checked.
     """
     if debug:
         kv.flight.ignored = None
@@ -169,7 +175,23 @@ def observe(
     recorder = Recorder(kv, record) if record else None
     depth = [0]
     for name in PUBLIC:
-        setattr(kv, name, _observed(getattr(kv, name), name, keeper, recorder, depth))
+        method = getattr(kv, name)
+        if debug and name in LEAVING:
+            method = _warning(method)
+        setattr(kv, name, _observed(method, name, keeper, recorder, depth))
+
+
+def _warning(leave: Callable[..., None]) -> Callable[..., None]:
+    """Warn of tensors that are still held when their sequence has left the memory under them."""
+
+    @wraps(leave)
+    def call(seq: Sequence, after: Any = None) -> None:
+        held = tensors_held(seq)
+        leave(seq, after)
+        if held:
+            log.warning("%s: %d tensors outlive its memory, and are stale", seq, held)
+
+    return call
 
 
 def _observed(

@@ -1,0 +1,273 @@
+"""Tensors over a sequence's memory, without a copy: what lets an engine use any kernel library.
+
+A sequence's tokens lie one row after the other, so the K or V of one layer is a strided tensor over
+them. A view says where, and refuses as soon as that memory is no longer the sequence's. It holds
+nothing: a tensor that was made from it does not keep the memory from being given up.
+
+The capsules are numpy's own, over an array that carries the address, with device and type written
+in afterwards: numpy's ends of a capsule and of a tensor are C. Rejected: ends written with ctypes.
+A consumer may let go of a tensor in the middle of raising an error, and a ctypes callback then
+loses the error (SystemError), or runs when the interpreter is gone.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from weakref import WeakSet
+
+import numpy as np
+from attrs import frozen
+from numpy.lib import NumpyVersion
+
+from kvstate.arena import Range
+from kvstate.config import DTYPE_BYTES
+from kvstate.errors import ConfigError, DeadView, IllegalTransition
+from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
+
+if TYPE_CHECKING:
+    from kvstate.sequence import Sequence
+
+
+class Kind(NamedTuple):
+    """An element type: its DLPack code, and a numpy type of its size."""
+
+    code: int
+    carrier: str
+    plain: bool = False
+    """The carrier is the type itself."""
+
+
+KINDS: Final = {
+    "float32": Kind(2, "<f4", plain=True),
+    "float16": Kind(2, "<f2", plain=True),
+    "int8": Kind(0, "|i1", plain=True),
+    "bfloat16": Kind(4, "<i2"),
+    "float8_e4m3fn": Kind(10, "|i1"),
+    "float8_e5m2": Kind(12, "|i1"),
+}
+DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}
+"""DLPack's numbers for where memory is."""
+ENDS: Final = {
+    ACTIVE.code: "left its memory and was resumed since",
+    SUSPENDED.code: "was suspended",
+    DROPPED.code: "was dropped",
+    CLOSING.code: "was closed",
+    CLOSED.code: "was closed",
+}
+"""What ended a view of an earlier stay, by the state its sequence is in now."""
+_TAKES_VERSION: Final = NumpyVersion(np.__version__) >= "2.1.0"
+_VERSIONED: Final = b"dltensor_versioned"
+_VERSIONED_HEAD_BYTES: Final = 32
+"""What stands before the tensor in a versioned capsule: version, context, deleter, flags."""
+
+_is_valid, _pointer = ctypes.pythonapi.PyCapsule_IsValid, ctypes.pythonapi.PyCapsule_GetPointer
+_is_valid.argtypes = _pointer.argtypes = [ctypes.py_object, ctypes.c_char_p]
+_pointer.restype = ctypes.c_void_p
+
+
+class _Tensor(ctypes.Structure):
+    """The beginning of a DLTensor."""
+
+    _fields_ = (
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("dimensions", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16),
+    )  # fmt: skip
+
+
+class _Export:
+    """What numpy keeps for as long as a consumer holds a tensor that came through DLPack."""
+
+    __slots__ = ("__array_interface__", "__weakref__", "view")
+
+    def __init__(self, view: TensorView, interface: dict[str, Any]) -> None:
+        self.view, self.__array_interface__ = view, interface
+
+
+_EXPORTS: Final[WeakSet[_Export]] = WeakSet()
+"""Everything that consumers hold. Entries go by themselves, on whatever thread lets go."""
+
+
+class Stay(NamedTuple):
+    """One stay of a sequence in a range.
+
+    A range that is handed on was parked in between: when that was tells two stays in it apart.
+    """
+
+    range: Range | None
+    parked_at: int
+    life: int
+
+    @classmethod
+    def of(cls, seq: Sequence) -> Stay:
+        """Where a sequence is now."""
+        return cls(seq.range, seq.range.parked_at if seq.range else 0, seq.life)
+
+
+@frozen(eq=False)
+class TensorView:
+    """K or V of one layer of a sequence, as a strided tensor [tokens, kv_heads, head_dim].
+
+    Made by `Manager.tensors`; torch, CuPy and numpy take it without a copy, through DLPack,
+    `__cuda_array_interface__` or (in host memory) `__array_interface__`. It is dead once its
+    sequence is suspended, dropped or closed, for good, or while its capacity is below the view's
+    tokens; growth and `rewind` leave it alive. Every export of a dead one raises DeadView. Nobody
+    sees what a consumer does with memory that it has already taken: such a tensor is stale, and a
+    read of it may fault.
+
+    **Streams.** A view is ordered as kernels are: use it on the sequence's stream, or after it.
+    `resume` makes that stream wait for the copy back, and `suspend` copies out after what the
+    stream was given, so there it is right without more; an export synchronises nothing. Work on
+    another stream needs an event in front, and one behind it as `after`. A CPU reads host memory at
+    once: synchronise the device's stream first if work on it may be pending.
+    """
+
+    seq: Sequence
+    layer: int
+    part: str
+    """`K` or `V`."""
+    address: int
+    """Of the first element."""
+    shape: tuple[int, int, int]
+    strides_bytes: tuple[int, int, int]
+    dtype: str
+    memory: tuple[str, int]
+    """`("cuda", ordinal)` or `("cpu", 0)`."""
+    _stay: Stay
+
+    def __str__(self) -> str:
+        return f"the view of layer {self.layer} {self.part} of {self.seq}"
+
+    __repr__ = __str__
+
+    @property
+    def ended(self) -> str | None:
+        """What ended the view, in words; None while it is alive."""
+        if Stay.of(self.seq) != self._stay:
+            return f"{self.seq} {ENDS[self.seq.state]}"
+        if self.shape[0] > self.seq.capacity_tokens:
+            return f"{self.seq} was resized to less than its {self.shape[0]} tokens"
+        return "its manager was closed" if self.seq.kv.closed else None
+
+    @property
+    def __array_interface__(self) -> dict[str, Any]:
+        """For numpy. AttributeError if the memory is a GPU's, or numpy has no such type."""
+        return self._plain("cpu", "__array_interface__")
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        """Version 3, without a stream. AttributeError if the memory is not a GPU's, or the
+        interface has no such type (bfloat16, float8)."""
+        interface = self._plain("cuda", "__cuda_array_interface__")
+        return interface | {"data": (self._address, False)}
+
+    def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
+        """Refuse, where numpy would otherwise wrap the view itself as an object."""
+        raise TypeError(
+            f"{self}: numpy cannot take {self.dtype} in {self.memory[0]} memory without a copy; "
+            "torch.from_dlpack can"
+        )
+
+    def __dlpack_device__(self) -> tuple[int, int]:
+        """DLPack's device type and ordinal."""
+        return DEVICE_TYPES[self.memory[0]], self.memory[1]
+
+    def __dlpack__(
+        self,
+        *,
+        stream: object = None,
+        max_version: tuple[int, int] | None = None,
+        dl_device: tuple[int, int] | None = None,
+        copy: bool | None = None,
+    ) -> Any:
+        """A capsule over the memory, versioned if the consumer takes that.
+
+        Any `stream` will do, and none is waited for (see above). Raises BufferError if a copy or
+        another device is asked for, and DeadView, which is one.
+        """
+        self._check_alive()
+        if copy or dl_device not in (None, self.__dlpack_device__()):
+            raise BufferError(f"{self} is {self.memory}, and is not copied")
+        export = _Export(self, self._interface())
+        options: dict[str, Any] = {"max_version": max_version} if _TAKES_VERSION else {}
+        capsule: Any = np.asarray(export).__dlpack__(**options)
+        self._name(capsule)
+        _EXPORTS.add(export)
+        return capsule
+
+    def _name(self, capsule: object) -> None:
+        """Write into the capsule what its memory and its elements really are."""
+        if _is_valid(capsule, _VERSIONED):
+            at = _pointer(capsule, _VERSIONED) + _VERSIONED_HEAD_BYTES
+        else:
+            at = _pointer(capsule, b"dltensor")
+        tensor = _Tensor.from_address(at)
+        tensor.data = self._address
+        tensor.device_type, tensor.device_id = self.__dlpack_device__()
+        tensor.code, tensor.bits = KINDS[self.dtype].code, 8 * DTYPE_BYTES[self.dtype]
+
+    @property
+    def _address(self) -> int:
+        """What DLPack and CUDA's interface want: no address, if there are no elements."""
+        return self.address if self.shape[0] else 0
+
+    def _interface(self) -> dict[str, Any]:
+        return {
+            "version": 3, "shape": self.shape, "strides": self.strides_bytes,
+            "typestr": KINDS[self.dtype].carrier, "data": (self.address, False),
+        }  # fmt: skip
+
+    def _plain(self, place: str, name: str) -> dict[str, Any]:
+        if self.memory[0] != place or not KINDS[self.dtype].plain:
+            raise AttributeError(f"{self} has no {name}: it is {self.dtype}, in {self.memory[0]}")
+        self._check_alive()
+        return self._interface()
+
+    def _check_alive(self) -> None:
+        ended = self.ended
+        if ended is not None:
+            raise DeadView(str(self), ended)
+
+
+def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:
+    """K and V of a layer; see `Manager.tensors`."""
+    memory, geometry = seq.kv.device.memory, seq.kv.geometry
+    count = seq.scheduled_tokens if tokens is None else tokens
+    reason = _refusal(seq, layer, count)
+    if reason is not None:
+        raise IllegalTransition(str(seq), "tensors", seq.state_name, reason)
+    if memory is None:
+        name = seq.kv.device.name
+        raise ConfigError(f"the {name} device has no memory; open a host or a cuda device")
+    spec, offset = geometry.layer(layer)
+    size = DTYPE_BYTES[spec.dtype]
+    shape = (count, spec.kv_heads, spec.head_dim)
+    strides = (geometry.row_bytes, spec.head_dim * size, size)
+    address, stay = seq.base or 0, Stay.of(seq)
+    k, v = (
+        TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
+        for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
+    )
+    return k, v
+
+
+def _refusal(seq: Sequence, layer: int, tokens: int) -> str | None:
+    """Why there is no such view, in words."""
+    layers, most = seq.kv.geometry.layer_count, seq.capacity_tokens
+    if seq.base is None:
+        return "it has no GPU memory; resume it first"
+    if not 0 <= layer < layers:
+        return f"layer {layer} is not from 0 to {layers - 1}"
+    if not 0 <= tokens <= most:
+        return f"{tokens} tokens is not from 0 to {most}, its capacity; resize it first for more"
+    return None
+
+
+def tensors_held(seq: Sequence) -> int:
+    """How many tensors over its present memory consumers took through DLPack and still hold.
+
+    O(tensors held of all sequences).
+    """
+    now = Stay.of(seq)
+    return sum(export.view._stay == now for export in _EXPORTS)

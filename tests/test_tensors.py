@@ -1,0 +1,627 @@
+"""Tensor views: that they are where the bytes are, on any device, and end when the memory does.
+
+What a view says is compared with addresses that are worked out here again from the layout alone,
+and with what the device itself reads there.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from threading import Thread
+from typing import Any, Final
+
+import numpy as np
+import pytest
+from numpy.lib import NumpyVersion
+
+from kvstate import (
+    Config,
+    ConfigError,
+    DeadView,
+    GpuTier,
+    HostTier,
+    IllegalTransition,
+    LayerSpec,
+    Manager,
+    Sequence,
+    TensorView,
+)
+from kvstate.config import DTYPE_BYTES, Geometry
+from kvstate.device import ByteDevice
+from kvstate.gpu import HostDevice, NullDevice, open_device
+from kvstate.pattern import SCRUB_BYTE
+from kvstate.tensors import KINDS, tensors_held
+from tests.conftest import Open
+
+LAYERS: Final = (
+    LayerSpec(2, 8, "float32", count=2),
+    LayerSpec(3, 16, "float16"),
+    LayerSpec(1, 20, "int8"),
+)
+STARTS: Final = (0, 128, 256, 448)
+"""Where each layer's K begins in a token row of these; V is half a layer later."""
+NUMPY: Final = {"float32": np.float32, "float16": np.float16, "int8": np.int8}
+CUDA_FRAME: Final = 2 << 20
+
+OpenLayers = Callable[..., Manager]
+
+
+def config(*layers: LayerSpec, frame: int = 4096, frames: int = 8) -> Config:
+    return Config(
+        layers=layers or LAYERS,
+        gpu=GpuTier(frames * frame, frame, reclaim_frames=1),
+        host=HostTier(frames * frame),
+        tokens_per_block=2,
+        max_tokens=16,
+        max_sequences=4,
+        max_utilization_for_resume=1.0,
+    )
+
+
+@pytest.fixture
+def open_layers() -> Iterator[OpenLayers]:
+    """Opens managers over given layers, with laws on, and closes them."""
+    opened: list[Manager] = []
+
+    def open_one(*layers: LayerSpec, device: ByteDevice | None = None, **sizes: int) -> Manager:
+        opened.append(Manager(config(*layers, **sizes), device or HostDevice(), debug=True))
+        return opened[-1]
+
+    yield open_one
+    for kv in opened:
+        kv.close()
+        assert kv.device.ledger().empty
+
+
+def start(kv: Manager, tokens: int = 5) -> Sequence:
+    """An ACTIVE sequence with that many tokens."""
+    seq = kv.create()
+    seq.resume()
+    grow(kv, seq, tokens)
+    return seq
+
+
+def grow(kv: Manager, seq: Sequence, tokens: int) -> None:
+    kv.settle(kv.step(kv.batch([seq]), tokens))
+
+
+def of_layer(layer: int) -> LayerSpec:
+    return LAYERS[max(0, layer - 1)]
+
+
+def element(seq: Sequence, layer: int, part: int, token: int, head: int, dim: int) -> int:
+    """The address of one element, from the layout alone."""
+    spec, row_bytes = of_layer(layer), seq.kv.geometry.row_bytes
+    size = DTYPE_BYTES[spec.dtype]
+    inside = ((part * spec.kv_heads + head) * spec.head_dim + dim) * size
+    assert seq.base is not None
+    return seq.base + token * row_bytes + STARTS[layer] + inside
+
+
+def peek(seq: Sequence, address: int, dtype: Any) -> Any:
+    device: Any = seq.kv.device
+    return np.frombuffer(device.peek(address, np.dtype(dtype).itemsize), dtype)[0]
+
+
+# Where things are.
+
+
+@pytest.mark.parametrize("layer", range(4))
+@pytest.mark.parametrize("take", [np.asarray, np.from_dlpack])
+def test_what_numpy_writes_is_where_the_layout_says(
+    open_layers: OpenLayers, layer: int, take: Callable[[Any], Any]
+) -> None:
+    kv = open_layers()
+    seq, spec = start(kv), of_layer(layer)
+    dtype = NUMPY[spec.dtype]
+    for part, view in enumerate(kv.tensors(seq, layer)):
+        array, writable = take(view), np.asarray(view)  # type: Any, Any
+        assert (array.dtype, array.shape) == (dtype, (5, spec.kv_heads, spec.head_dim))
+        assert (array.strides, array.shape) == (view.strides_bytes, view.shape)
+        assert array.ctypes.data == view.address == element(seq, layer, part, 0, 0, 0)
+        writable[:] = np.arange(array.size).reshape(array.shape) % 100
+        for at in np.ndindex(array.shape):
+            assert peek(seq, element(seq, layer, part, *at), dtype) == array[at]
+
+
+@pytest.mark.parametrize("layer", range(4))
+def test_what_the_device_writes_is_seen(open_layers: OpenLayers, layer: int) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    device: Any = kv.device
+    dtype: Any = NUMPY[of_layer(layer).dtype]
+    arrays: list[Any] = [np.asarray(view) for view in kv.tensors(seq, layer)]
+    for part, array in enumerate(arrays):
+        array[:] = 0
+        for at in np.ndindex(array.shape):
+            device.poke(element(seq, layer, part, *at), dtype(sum(at) + part).tobytes())
+    for part, array in enumerate(arrays):
+        assert all(array[at] == sum(at) + part for at in np.ndindex(array.shape))
+
+
+def test_layers_fill_the_row_and_no_more(open_layers: OpenLayers) -> None:
+    """Every byte before the padding belongs to one element of one layer, and all lie in the
+    row."""
+    kv = open_layers()
+    seq, sizes = start(kv), kv.geometry
+    assert (sizes.token_bytes, sizes.row_bytes, sizes.layer_count) == (488, 512, 4)
+    taken = np.zeros(sizes.row_bytes, np.int64)
+    for layer in range(sizes.layer_count):
+        for view in kv.tensors(seq, layer, 1):
+            first = view.address - (seq.base or 0)
+            last = first + np.asarray(view).nbytes
+            assert 0 <= first < last <= sizes.token_bytes
+            taken[first:last] += 1
+    assert taken[: sizes.token_bytes].tolist() == [1] * sizes.token_bytes
+    assert not taken[sizes.token_bytes :].any()
+
+
+def test_tokens_may_be_anything_up_to_the_capacity(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    seq.resize(9)
+    assert (seq.capacity_tokens, seq.length_tokens) == (16, 5)
+    assert [kv.tensors(seq, 0, n)[0].shape for n in (None, 1, 16)] == [
+        (5, 2, 8), (1, 2, 8), (16, 2, 8)
+    ]  # fmt: skip
+    step = kv.step(kv.batch([seq]), 2)
+    assert kv.tensors(seq, 0)[1].shape == (7, 2, 8)
+    kv.settle(step)
+
+
+@pytest.mark.parametrize("take", [np.asarray, np.from_dlpack])
+def test_no_tokens_is_no_memory(open_layers: OpenLayers, take: Callable[[Any], Any]) -> None:
+    """Nothing need be mapped at the base yet."""
+    kv = open_layers()
+    seq = kv.create()
+    seq.resume()
+    assert seq.capacity_tokens == 0
+    view, _ = kv.tensors(seq, 2)
+    assert view.address == element(seq, 2, 0, 0, 0, 0)
+    assert take(view).shape == (0, 3, 16)
+
+
+# What is refused.
+
+
+def test_refusals_say_what_to_do(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = kv.create()
+    reason = "^sequence 1: tensors is illegal in state CREATED: it has no GPU memory; resume it"
+    with pytest.raises(IllegalTransition, match=reason):
+        kv.tensors(seq, 0)
+    seq.resume()
+    grow(kv, seq, 3)
+    for tokens in (9, -1):
+        reason = f"{tokens} tokens is not from 0 to 8, its capacity; resize it first for more"
+        with pytest.raises(IllegalTransition, match=reason):
+            kv.tensors(seq, 0, tokens)
+    for layer in (4, -1):
+        with pytest.raises(IllegalTransition, match=f"layer {layer} is not from 0 to 3"):
+            kv.tensors(seq, layer)
+    seq.suspend()
+    with pytest.raises(IllegalTransition, match="state SUSPENDED: it has no GPU memory"):
+        kv.tensors(seq, 0)
+    kv.close()
+    with pytest.raises(IllegalTransition, match="the manager: call is illegal in state CLOSED"):
+        kv.tensors(seq, 0)
+
+
+def test_the_null_device_has_nothing_to_show(open_layers: OpenLayers) -> None:
+    kv = open_layers(device=NullDevice())
+    with pytest.raises(ConfigError, match="the null device has no memory; open a host or a cuda"):
+        kv.tensors(start(kv), 0)
+
+
+def test_elements_must_be_aligned() -> None:
+    odd = (LayerSpec(1, 1, "int8", count=3), LayerSpec(1, 8, "float32"))
+    with pytest.raises(
+        ConfigError, match=r"the float32 layers begin at byte 6.*multiple of 4; put"
+    ):
+        config(*odd)
+    assert Geometry(config(*odd[::-1])).layer(1) == (odd[0], 64)
+
+
+@pytest.mark.parametrize("dtype", sorted(set(DTYPE_BYTES) - set(NUMPY)))
+def test_numpy_is_told_what_it_cannot_take(open_layers: OpenLayers, dtype: str) -> None:
+    kv = open_layers(LayerSpec(1, 64, dtype))
+    view, _ = kv.tensors(start(kv), 0)
+    assert not hasattr(view, "__array_interface__")
+    assert not hasattr(view, "__cuda_array_interface__")
+    with pytest.raises(TypeError, match=f"numpy cannot take {dtype} in cpu memory.*torch"):
+        np.asarray(view)
+    with pytest.raises((RuntimeError, BufferError)):
+        np.from_dlpack(view)
+    assert tensors_held(view.seq) == 0
+
+
+def test_what_dlpack_may_ask_for(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    view, _ = kv.tensors(start(kv), 0)
+    assert not hasattr(view, "__cuda_array_interface__")
+    assert view.__dlpack_device__() == (1, 0)
+    for asked in ({"copy": True}, {"dl_device": (2, 0)}):  # type: dict[str, Any]
+        with pytest.raises(BufferError, match=r"layer 0 K of sequence 1 is .'cpu', 0., and is not"):
+            view.__dlpack__(**asked)
+    for stream in (None, 0, 1, 2, 12345, object()):
+        assert '"dltensor"' in repr(view.__dlpack__(stream=stream, dl_device=(1, 0), copy=False))
+    assert '"dltensor"' in repr(view.__dlpack__(max_version=(0, 8)))
+    versioned = NumpyVersion(np.__version__) >= "2.1.0"
+    assert ('"dltensor_versioned"' in repr(view.__dlpack__(max_version=(1, 0)))) == versioned
+    assert np.from_dlpack(view).flags.writeable == versioned
+
+
+# How long a view lives.
+
+
+def exports(view: TensorView) -> Iterator[Callable[[], Any]]:
+    yield lambda: view.__dlpack__()
+    yield lambda: np.from_dlpack(view)
+    yield lambda: view.__array_interface__
+    yield lambda: np.asarray(view)
+
+
+def assert_dead(view: TensorView, why: str) -> None:
+    assert view.ended == why
+    for export in exports(view):
+        with pytest.raises(DeadView, match=f"^the view of layer 0 V of .* is dead: {why}; take a"):
+            export()
+
+
+@pytest.mark.parametrize(
+    ("call", "why"),
+    [("suspend", "was suspended"), ("drop", "was dropped"), ("close", "was closed")],
+)
+def test_a_view_dies_with_the_stay(open_layers: OpenLayers, call: str, why: str) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    _, view = kv.tensors(seq, 0)
+    getattr(seq, call)()
+    assert_dead(view, f"sequence 1 {why}")
+
+
+def test_a_view_of_a_closing_sequence_is_dead(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    _, view = kv.tensors(seq, 0)
+    step = kv.step(kv.batch([seq]))
+    seq.close()
+    assert seq.state_name == "CLOSING"
+    assert_dead(view, "sequence 1 was closed")
+    kv.settle(step)
+    assert_dead(view, "sequence 1 was closed")
+
+
+def test_a_view_does_not_come_back_with_its_range(open_layers: OpenLayers) -> None:
+    """The same range, the same base, the same life, and yet another stay."""
+    kv = open_layers()
+    seq = start(kv)
+    base, life = seq.base, seq.life
+    _, view = kv.tensors(seq, 0)
+    seq.suspend()
+    kv.poll()
+    seq.resume()
+    assert (seq.base, seq.life, kv.counters["adoptions"]) == (base, life, 1)
+    assert_dead(view, "sequence 1 left its memory and was resumed since")
+    assert kv.tensors(seq, 0)[1].ended is None
+
+
+def test_a_view_of_an_adopted_range_is_dead(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    _, view = kv.tensors(seq, 0)
+    seq.drop()
+    other = start(kv)
+    assert other.base == view.address - 64
+    assert_dead(view, "sequence 1 was dropped")
+    assert np.asarray(kv.tensors(other, 0)[1]).ctypes.data == view.address
+
+
+def test_growth_and_rewind_leave_a_view_alive(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    _, view = kv.tensors(seq, 0)
+    np.asarray(view)[:] = 7
+    array = np.from_dlpack(view)
+    mapped = kv.stats().frame_charges
+    grow(kv, seq, 8)
+    assert kv.stats().frame_charges != mapped
+    seq.rewind(1)
+    assert np.array_equal(np.asarray(view), array)
+    assert np.asarray(kv.tensors(seq, 0, 5)[1]).ctypes.data == array.ctypes.data
+
+
+def test_a_view_sleeps_while_its_capacity_is_given_back(open_layers: OpenLayers) -> None:
+    """What is beyond the capacity may be reclaimed, and then nothing is there."""
+    kv = open_layers()
+    seq = start(kv)
+    seq.resize(12)
+    _, view = kv.tensors(seq, 0, 12)
+    seq.resize(5)
+    assert_dead(view, "sequence 1 was resized to less than its 12 tokens")
+    seq.resize(12)
+    assert np.asarray(view).shape == (12, 2, 8)
+
+
+def test_a_view_of_a_poisoned_manager_dies_with_it(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    _, view = kv.tensors(start(kv), 0)
+    kv.actor.poison("for the test")
+    kv.close()
+    assert view.seq.state_name == "ACTIVE"
+    assert_dead(view, "its manager was closed")
+
+
+# What consumers hold.
+
+
+def test_what_consumers_hold_is_counted(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq, other = start(kv), start(kv)
+    k, v = kv.tensors(seq, 0)
+    arrays = [np.from_dlpack(view) for view in (k, v, k)]
+    assert (tensors_held(seq), tensors_held(other)) == (3, 0)
+    thread = Thread(target=arrays.clear)
+    thread.start()
+    thread.join()
+    assert tensors_held(seq) == 0
+
+
+@pytest.mark.parametrize("version", [None, (1, 0)])
+def test_a_capsule_that_nobody_takes_frees_itself(
+    open_layers: OpenLayers, version: tuple[int, int] | None
+) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    capsule = kv.tensors(seq, 0)[0].__dlpack__(max_version=version)
+    gc.collect()
+    assert tensors_held(seq) == 1
+    del capsule
+    assert tensors_held(seq) == 0
+
+
+def test_an_error_that_frees_a_tensor_is_not_lost(open_layers: OpenLayers) -> None:
+    """C code lets go of its arguments with its error already set."""
+    kv = open_layers()
+    seq = start(kv)
+    view, _ = kv.tensors(seq, 0)
+    take: Any = np.from_dlpack
+    with pytest.raises(TypeError, match="exactly one argument"):
+        len(take(view), 1)  # type: ignore[call-arg]
+    assert tensors_held(seq) == 0
+
+
+@pytest.mark.parametrize("call", ["suspend", "drop", "close"])
+def test_debug_warns_of_tensors_that_outlive_their_memory(
+    open_layers: OpenLayers, call: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    held = [np.from_dlpack(view) for view in kv.tensors(seq, 0)]
+    with caplog.at_level(logging.WARNING, "kvstate"):
+        getattr(seq, call)()
+        assert caplog.messages == ["sequence 1: 2 tensors outlive its memory, and are stale"]
+        if call == "suspend":
+            seq.resume()
+            seq.suspend()
+            assert len(caplog.messages) == 1
+    assert len(held) == 2
+
+
+def test_debug_does_not_warn_of_tensors_that_are_gone(
+    open_layers: OpenLayers, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    views = kv.tensors(seq, 0)
+    for view in views:
+        assert np.from_dlpack(view).shape == view.shape
+    with caplog.at_level(logging.WARNING, "kvstate"):
+        seq.suspend()
+    assert not caplog.messages
+
+
+def test_a_refused_suspend_warns_of_nothing(
+    open_manager: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_manager(slots=0)
+    seq = start(kv)
+    view, _ = kv.tensors(seq, 0)
+    held = np.from_dlpack(view)
+    with caplog.at_level(logging.WARNING, "kvstate"), pytest.raises(Exception, match="host slots"):
+        seq.suspend()
+    assert not caplog.messages
+    assert view.ended is None
+    del held
+
+
+def test_a_stale_tensor_looks_wrong_in_debug(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    array: Any = np.asarray(kv.tensors(seq, 3)[0])
+    array[:] = 5
+    seq.drop()
+    assert set(array.view(np.uint8).ravel().tolist()) == {SCRUB_BYTE}
+
+
+def test_what_is_suspended_comes_back_through_a_view(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq, other = start(kv), kv.create()
+    for layer in range(4):
+        for view in kv.tensors(seq, layer):
+            np.asarray(view)[:] = layer + 1
+    old = seq.base
+    seq.suspend()
+    kv.poll()
+    other.resume()
+    grow(kv, other, 5)
+    seq.resume()
+    kv.poll()
+    assert seq.base != old
+    for layer in range(4):
+        for view in kv.tensors(seq, layer):
+            assert np.array_equal(np.asarray(view), np.full(view.shape, layer + 1))
+
+
+def test_tensors_that_are_held_to_the_end_do_no_harm() -> None:
+    """The interpreter ends, the manager closed before, with tensors in modules."""
+    text = (
+        "import sys, numpy as np\n"
+        "from tests.test_tensors import *\n"
+        "with Manager(config(), HostDevice()) as kv:\n"
+        "    view, _ = kv.tensors(start(kv), 0)\n"
+        "    sys.modules['held'] = np.from_dlpack(view), view.__dlpack__()\n"
+    )
+    done = subprocess.run([sys.executable, "-c", text], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "", "closing with 1 sequences open\n")
+
+
+# torch, on the CPU and on a GPU.
+
+
+@pytest.fixture
+def torch() -> Any:
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(params=["host", pytest.param("cuda", marks=pytest.mark.gpu)])
+def torch_place(request: pytest.FixtureRequest, torch: Any, open_layers: OpenLayers) -> Any:
+    """Opens a manager over one kind of layer on a device that torch can use; where it is."""
+
+    def open_one(*layers: LayerSpec) -> tuple[Manager, str]:
+        if request.param == "host":
+            return open_layers(*layers), "cpu"
+        if not torch.cuda.is_available():
+            pytest.skip("this torch has no CUDA")
+        device = open_device("cuda")
+        return open_layers(*layers, device=device, frame=CUDA_FRAME), "cuda"
+
+    return open_one
+
+
+def same_bytes(torch: Any, view: TensorView, tensor: Any) -> bool:
+    """Whether the device reads in the view's rows what torch has in a contiguous copy."""
+    device: Any = view.seq.kv.device
+    tokens, row_bytes = view.shape[0], view.strides_bytes[0]
+    size = view.shape[1] * view.strides_bytes[1]
+    found = b"".join(device.peek(view.address + at * row_bytes, size) for at in range(tokens))
+    copy = tensor.contiguous().view(torch.uint8).cpu().numpy().tobytes()
+    return bool(found == copy)
+
+
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", sorted(KINDS))
+def test_torch_shares_the_memory(torch: Any, torch_place: Any, dtype: str) -> None:
+    try:
+        torch.from_dlpack(torch.zeros(1, dtype=getattr(torch, dtype)))
+    except (BufferError, RuntimeError) as error:
+        pytest.skip(f"this torch has no {dtype} in DLPack: {error}")
+    kv, place = torch_place(LayerSpec(2, 64, "float32"), LayerSpec(2, 64, dtype))
+    seq = start(kv)
+    for number, view in enumerate(kv.tensors(seq, 1)):
+        tensor = torch.from_dlpack(view)
+        assert (tensor.data_ptr(), tensor.device.type) == (view.address, place)
+        assert (tensor.dtype, tuple(tensor.shape)) == (getattr(torch, dtype), (5, 2, 64))
+        assert [n * DTYPE_BYTES[dtype] for n in tensor.stride()] == list(view.strides_bytes)
+        wanted = torch.arange(640, device=place).reshape(5, 2, 64) % 13 + number
+        tensor.copy_(wanted.to(tensor.dtype))
+        if place == "cuda":
+            torch.cuda.synchronize()
+        assert same_bytes(torch, view, wanted.to(tensor.dtype))
+        assert tensors_held(seq) == 1
+        del tensor
+        assert tensors_held(seq) == 0
+
+
+@pytest.mark.torch
+def test_attention_through_a_view_is_attention(torch: Any, torch_place: Any) -> None:
+    kv, place = torch_place(LayerSpec(2, 64, "bfloat16", count=3))
+    seq = start(kv, 12)
+    torch.manual_seed(1)
+    for view in kv.tensors(seq, 1):
+        torch.from_dlpack(view).normal_()
+    k, v = (torch.from_dlpack(view).transpose(0, 1) for view in kv.tensors(seq, 1))
+    q = torch.randn(2, 1, 64, device=place, dtype=torch.bfloat16)
+    attend = torch.nn.functional.scaled_dot_product_attention
+    found = attend(q[None], k[None], v[None])
+    wanted = attend(q[None], k.contiguous()[None], v.contiguous()[None])
+    assert not k.is_contiguous()
+    assert torch.isfinite(found).all()
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.torch
+def test_torch_takes_no_tokens(torch: Any, torch_place: Any) -> None:
+    kv, _ = torch_place(LayerSpec(2, 64))
+    seq = kv.create()
+    seq.resume()
+    assert torch.from_dlpack(kv.tensors(seq, 0)[0]).shape == (0, 2, 64)
+
+
+@pytest.mark.torch
+def test_torch_errors_are_not_lost(torch: Any, torch_place: Any) -> None:
+    kv, place = torch_place(LayerSpec(2, 64))
+    seq = start(kv)
+    view, _ = kv.tensors(seq, 0)
+    with pytest.raises(RuntimeError):
+        torch.matmul(torch.from_dlpack(view), torch.ones(3, 3, device=place))
+    seq.suspend()
+    with pytest.raises(DeadView, match="sequence 1 was suspended"):
+        torch.from_dlpack(view)
+
+
+@pytest.mark.gpu
+@pytest.mark.torch
+@pytest.mark.parametrize("dtype", ["float16", "float32", "int8"])
+def test_torch_takes_the_cuda_array_interface(
+    torch: Any, open_layers: OpenLayers, dtype: str
+) -> None:
+    if not torch.cuda.is_available():
+        pytest.skip("this torch has no CUDA")
+    layer = LayerSpec(2, 64, dtype)
+    kv = open_layers(layer, device=open_device("cuda"), frame=CUDA_FRAME)
+    for view in kv.tensors(start(kv), 0):
+        tensor = torch.as_tensor(view, device="cuda")
+        assert tensor.data_ptr() == view.address
+        assert [n * DTYPE_BYTES[dtype] for n in tensor.stride()] == list(view.strides_bytes)
+        tensor.fill_(3)
+        torch.cuda.synchronize()
+        assert same_bytes(torch, view, torch.full(view.shape, 3, dtype=tensor.dtype))
+
+
+@pytest.mark.gpu
+def test_a_view_of_gpu_memory(open_layers: OpenLayers) -> None:
+    """What a view says of a GPU, which needs no other library."""
+    kv = open_layers(LayerSpec(2, 64, "float16"), device=open_device("cuda"), frame=CUDA_FRAME)
+    seq = start(kv)
+    view, _ = kv.tensors(seq, 0)
+    assert kv.device.memory == ("cuda", 0)
+    assert view.__dlpack_device__() == (2, 0)
+    assert view.__cuda_array_interface__ == {
+        "version": 3, "shape": (5, 2, 64), "typestr": "<f2", "data": (seq.base, False),
+        "strides": (kv.geometry.row_bytes, 128, 2),
+    }  # fmt: skip
+    assert not hasattr(view, "__array_interface__")
+    with pytest.raises(TypeError, match="numpy cannot take float16 in cuda memory"):
+        np.asarray(view)
+    with pytest.raises(BufferError):
+        view.__dlpack__(dl_device=(1, 0))
+    capsule = view.__dlpack__(stream=1, max_version=(1, 0), dl_device=(2, 0))
+    assert tensors_held(seq) == 1
+    del capsule
+    assert tensors_held(seq) == 0
+    seq.drop()
+    with pytest.raises(DeadView):
+        _ = view.__cuda_array_interface__
+
+
+@pytest.mark.gpu
+def test_bfloat16_has_no_cuda_array_interface(open_layers: OpenLayers) -> None:
+    kv = open_layers(LayerSpec(2, 64), device=open_device("cuda"), frame=CUDA_FRAME)
+    view, _ = kv.tensors(start(kv), 0)
+    assert not hasattr(view, "__cuda_array_interface__")
+    assert view.__dlpack_device__() == (2, 0)
