@@ -10,6 +10,7 @@ import pytest
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import ByteDevice
 from kvstate.gpu import HostDevice, why_no_cuda
+from kvstate.gpu.driver import Driver
 
 FRAME = 4096
 ROW = 1024
@@ -40,6 +41,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     reason = why_no_cuda() if wanting else None
     for item in wanting if reason else ():
         item.add_marker(pytest.mark.skip(reason=reason or ""))
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _context() -> Iterator[None]:
+    """Keep the context of a GPU while tests come and go: its first device costs 0.1 s."""
+    driver = None if why_no_cuda() else Driver(0)
+    yield
+    if driver is not None:
+        driver.release()
 
 
 Open = Callable[..., Manager]

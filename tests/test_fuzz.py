@@ -183,3 +183,25 @@ def test_a_device_that_moves_no_bytes_is_still_checked_by_laws() -> None:
     with pytest.raises(Broken, match="law 1"):
         player.apply(trace.Poll())
     player.abandon()
+
+
+class Losing(HostDevice):
+    """A device that is lost for good at its fifth step."""
+
+    @property
+    def lost(self) -> str | None:
+        return "a kernel read nowhere" if self.calls["record"] + self.calls["copy"] > 4 else None
+
+
+def test_a_lost_device_ends_the_campaign_and_is_not_opened_again() -> None:
+    opened: list[str] = []
+
+    def once(streams: str, seed: int) -> HostDevice:
+        opened.append(streams)
+        return Losing(streams=streams, seed=seed)
+
+    tally = fuzz.episode("a seed", once, "eager")
+    (failure,) = tally.failures
+    assert (failure.kind, failure.detail) == ("device lost", "a kernel read nowhere")
+    assert len(failure.program) == failure.found_calls
+    assert opened == ["eager"]

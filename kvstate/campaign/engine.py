@@ -24,7 +24,7 @@ from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws
-from kvstate.sequence import Sequence, Step
+from kvstate.sequence import Sequence
 
 SAMPLE_TOKENS = 32
 """How much history a step reads back of each sequence."""
@@ -185,7 +185,7 @@ class Engine:
                 if len(self.running) == 1:
                     raise
                 self._preempt(self.running[-1])
-        self._launch(step, counts)
+        self._launch(counts)
         self.device.synchronize(self.stream)
         self.kv.settle(step)
         self._read_checks()
@@ -205,11 +205,11 @@ class Engine:
         known = one.known_tokens - one.story.scheduled
         return min(known, self.chunk_tokens) if known > 0 else 1
 
-    def _launch(self, step: Step, counts: list[int]) -> None:
+    def _launch(self, counts: list[int]) -> None:
         """Read a sample of history, then write the new tokens."""
         reads, writes, row = [], [], self.row_bytes
         self._cursor += SAMPLE_TOKENS
-        entries = publish(self.kv, self.stream, step, [one.seq for one in self.running])
+        entries = publish(self.kv, self.stream, [one.seq for one in self.running])
         for one, count, at in zip(self.running, counts, entries, strict=True):
             story = one.story
             start = story.scheduled

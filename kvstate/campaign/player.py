@@ -40,8 +40,6 @@ from kvstate.sequence import Sequence, Step
 from kvstate.spec.host import FREE
 from kvstate.spec.range import PARKED
 
-TABLE_ENTRIES = 4096
-"""Entries of the device's table that are used."""
 LOST = "device lost"
 """The kind of failure after which the process has no device any more."""
 STREAMS = 3
@@ -77,6 +75,8 @@ class Launch:
     streams: list[Stream] = field(factory=list)
     parts: list[Part] = field(factory=list)
     number: int = 0
+    table: int = 0
+    """The part of the device's table that it reads."""
     checks: list[tuple[Check, list[Part]]] = field(factory=list)
 
 
@@ -132,6 +132,13 @@ class Player:
 
     def apply(self, call: trace.AnyCall) -> trace.AnyCall:
         """Play one call; the call with what came of it. Raises Broken."""
+        try:
+            return self._apply(call)
+        finally:
+            if self.device.lost:
+                raise Broken(LOST, self.device.lost)
+
+    def _apply(self, call: trace.AnyCall) -> trace.AnyCall:
         self._lost, self.last = False, getattr(call, "seq", None)
         if call.seed is not None:
             self.device.schedule(call.seed)
@@ -242,7 +249,9 @@ class Player:
         batch = self.kv.batch(played.seq for played in members)
         step = self.kv.step(batch, call.tokens)
         self._learn()
-        launch = Launch(step, number=step.number)
+        taken = {other.table for other in self.steps.values()}
+        table = min(set(range(len(taken) + 1)) - taken)
+        launch = Launch(step, number=step.number, table=table)
         for played, start, count in zip(members, step.start_tokens, call.tokens, strict=True):
             self._same(f"{played.seq} steps from", int(start), played.story.scheduled)
             launch.parts.append(Part(played, played.story.life, int(start), count))
@@ -259,7 +268,7 @@ class Player:
         reads: list[SegmentRow] = []
         writes: list[SegmentRow] = []
         owners: list[Part] = []
-        entries = publish(self.kv, stream, launch.step, [part.played.seq for part in parts])
+        entries = publish(self.kv, stream, [part.played.seq for part in parts], launch.table)
         for part, at in zip(parts, entries, strict=True):
             story = part.played.story
             if not story.undefined:
@@ -392,8 +401,6 @@ class Player:
         self._check_scrubbed()
 
     def _check_faults(self) -> None:
-        if self.device.lost:
-            raise Broken(LOST, self.device.lost)
         if self.device.faults:
             raise Broken("fault", "; ".join(self.device.faults))
 
@@ -453,14 +460,13 @@ class Player:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
 
 
-def publish(kv: Manager, stream: Stream, step: Step, seqs: Ordered[Sequence]) -> list[int]:
+def publish(kv: Manager, stream: Stream, seqs: Ordered[Sequence], part: int = 0) -> list[int]:
     """Let the device's table have the base and length of each sequence, as of a step's issue.
 
-    Each step has entries of its own: an earlier one may still read its. Which ones is returned.
+    Steps in flight have a `part` of the table each: an earlier one may still read its own. Which
+    entries were used is returned.
     """
-    width = kv.columns.rows
-    first = step.number % (TABLE_ENTRIES // width) * width
-    entries = [first + seq.row for seq in seqs]
+    entries = [part * kv.columns.rows + seq.row for seq in seqs]
     device = kv.device
     assert hasattr(device, "publish")
     bases, lengths = [seq.base or 0 for seq in seqs], [seq.scheduled_tokens for seq in seqs]

@@ -1,0 +1,117 @@
+"""Planted faults that only a card shows, or shows differently: patches as in planted.py.
+
+The host device knows no contexts, runs no kernels, and its events are never used twice. Each is
+found by the fuzz on the card, or by the named test where one call is enough to show it.
+"""
+
+from __future__ import annotations
+
+from attrs import frozen
+
+from tests.faults.planted import Fault
+
+CUDA_TESTS = "tests/device/test_cuda.py"
+
+
+@frozen
+class CardFault(Fault):
+    """A fault with the test that finds it; without one, the fuzz has to."""
+
+    test: str = ""
+    kinds: tuple[str, ...] = ()
+    """How the fuzz may call it."""
+
+
+CARD_FAULTS = (
+    CardFault(
+        "copy out without the event",
+        "gpu/cuda.py",
+        "            call(self.api.cuStreamWaitEvent, stream, event, 0)\n        self.delay",
+        "            pass\n        self.delay",
+        "S05",
+        kinds=("bytes", "law 20 (order)"),
+    ),
+    CardFault(
+        "copy out without the event, under a spinning kernel",
+        "gpu/cuda.py",
+        "            call(self.api.cuStreamWaitEvent, stream, event, 0)\n        self.delay",
+        "            pass\n        self.delay",
+        "S05",
+        test=f"{CUDA_TESTS}::test_a_copy_out_waits_for_its_event_under_a_spinning_kernel",
+    ),
+    CardFault(
+        "step not ordered after the load on the card",
+        "gpu/cuda.py",
+        "            call(self.api.cuStreamWaitEvent, follower, done.handle, 0)\n",
+        "            pass\n",
+        "B148",
+        test=f"{CUDA_TESTS}::test_a_step_waits_for_a_load_under_a_spinning_kernel",
+    ),
+    CardFault(
+        "wrong device current",
+        "gpu/driver.py",
+        "        error = self.api.cuCtxSetCurrent(self.context)[0]\n        if error:\n",
+        "        error = 0\n        if error:\n",
+        test=f"{CUDA_TESTS}::test_every_call_selects_its_context",
+    ),
+    CardFault(
+        "stale base value in the device's table",
+        "gpu/checks.py",
+        "        self.device.kernels.publish(stream,",
+        "        if not set(rows) <= set(self.bases):\n"
+        "            self.device.kernels.publish(stream,",
+        "B65",
+        kinds=("bytes", "device lost"),
+    ),
+    CardFault(
+        "read-only mapping forgotten",
+        "gpu/cuda.py",
+        "access = [self._access[read_only]]",
+        "access = [self._access[False]]",
+        test=f"{CUDA_TESTS}::test_the_driver_refuses_a_copy_into_a_read_only_mapping",
+    ),
+    CardFault(
+        "event reused while somebody holds it",
+        "gpu/cuda.py",
+        "        event = CudaEvent(self, handle)\n",
+        "        event = CudaEvent(self, handle)\n        self.idle_events.append(handle)\n",
+        test=f"{CUDA_TESTS}::test_an_event_that_is_held_is_not_recorded_again",
+    ),
+    CardFault(
+        "unmap without quiesce, seen before the driver faults",
+        "kvstate/reclaim.py",
+        "            self.flight.quiesce()\n            self.spill(max(fresh",
+        "            self.spill(max(fresh",
+        "S03",
+        kinds=("fault",),
+    ),
+    CardFault(
+        "a failed access leaves its mappings",
+        "gpu/cuda.py",
+        "            self._undo(api.cuMemUnmap, [(place, size) for place in mapped])\n",
+        "",
+        test=f"{CUDA_TESTS}::test_a_mapping_that_fails_half_way_is_undone",
+    ),
+    CardFault(
+        "frames of a failed create are kept",
+        "gpu/cuda.py",
+        "            self._undo(self.api.cuMemRelease, [(handle,) for handle in made])\n",
+        "",
+        "B121",
+        test=f"{CUDA_TESTS}::test_more_frames_than_there_is_memory_are_none",
+    ),
+    CardFault(
+        "descriptions overwritten while a kernel reads them",
+        "gpu/checks.py",
+        "            if scratch.size_bytes >= size_bytes and self.passed(scratch):\n",
+        "            if scratch.size_bytes >= size_bytes:\n",
+        kinds=("bytes", "device lost"),
+    ),
+    CardFault(
+        "copies go across registered units",
+        "gpu/cuda.py",
+        "list(self.pinned.pieces(list(runs)))",
+        "list(runs)",
+        test=f"{CUDA_TESTS}::test_a_copy_may_cross_registered_units",
+    ),
+)  # fmt: skip
