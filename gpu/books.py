@@ -17,6 +17,8 @@ from kvstate.spec.facts import Ledger, Work
 FAILURES: Final = (*CALLS, "complete")
 """What `fail_next` may name: a kind of call, or the end of a copy."""
 
+_NOTHING, _READABLE, _WRITABLE = b"\0", b"\1", b"\2"
+
 
 class Books:
     """The common base of devices: counts, planned failures and the ledger."""
@@ -31,8 +33,8 @@ class Books:
         self.frames: set[int] = set()
         self.reservations: dict[int, int] = {}
         self.mappings: dict[int, int] = {}
-        self.read_only: set[int] = set()
-        """Addresses whose mapping may not be written through."""
+        self._allowed: dict[int, bytearray] = {}
+        """What may be done with each frame of a reservation: an index of the mappings."""
         self.host_memory: dict[int, int] = {}
         self.copies: set[int] = set()
         self.faults: list[str] = []
@@ -149,13 +151,14 @@ class Books:
         if base is None:
             return None if self._in_host(address, size_bytes) else "no memory of this device"
         size = self.frame_bytes or self.granularity_bytes
-        first = base + (address - base) // size * size
-        for place in range(first, address + size_bytes, size):
-            if place not in self.mappings:
-                return f"nothing is mapped at {place:#x}"
-            if write and place in self.read_only:
-                return f"{place:#x} is mapped read-only"
-        return None
+        low, high = (address - base) // size, -(-(address + size_bytes - base) // size)
+        held = self._allowed.get(base, b"")[low:high]
+        enough = _WRITABLE if write else _WRITABLE + _READABLE
+        if len(held) == high - low and not held.translate(None, enough):
+            return None
+        wrong = next((at for at, one in enumerate(held) if one not in enough), len(held))
+        place, there = base + (low + wrong) * size, held[wrong : wrong + 1] == _READABLE
+        return f"{place:#x} is mapped read-only" if there else f"nothing is mapped at {place:#x}"
 
     def owns(self, address: int, size_bytes: int) -> bool:
         """Whether these are addresses of ours at all, mapped or not."""
@@ -179,8 +182,19 @@ class Books:
         return None
 
     def _in_host(self, address: int, size_bytes: int) -> bool:
-        end = address + size_bytes
-        return any(base <= address and end <= base + n for base, n in self.host_memory.items())
+        for base, size in self.host_memory.items():
+            if base <= address and address + size_bytes <= base + size:
+                return True
+        return False
+
+    def _allow(self, address: int, count: int, access: bytes) -> None:
+        """Enter what may be done with frames from an address on."""
+        base = self._reservation(address)
+        assert base is not None
+        known, first = self._allowed.setdefault(base, bytearray()), address - base
+        first //= self.frame_bytes
+        known.extend(_NOTHING * (first + count - len(known)))
+        known[first : first + count] = access * count
 
     # Entries.
 
@@ -188,21 +202,20 @@ class Books:
         """Enter mappings."""
         self.mappings |= places
         for address, frames, read_only in runs:
-            if read_only:
-                size = self.frame_bytes
-                self.read_only.update(address + at * size for at in range(len(frames)))
+            self._allow(address, len(frames), _READABLE if read_only else _WRITABLE)
 
-    def note_unmap(self, places: list[int]) -> None:
+    def note_unmap(self, runs: Sequence[UnmapRun], places: list[int]) -> None:
         """Strike mappings out."""
         for place in places:
             del self.mappings[place]
-        self.read_only.difference_update(places)
+        for address, count in runs:
+            self._allow(address, count, _NOTHING)
 
     def forget(self) -> None:
         """Strike everything out: the device is closed."""
-        for held in (self.reservations, self.mappings, self.host_memory):
+        for held in (self.reservations, self.mappings, self.host_memory, self._allowed):
             held.clear()
-        for names in (self.frames, self.copies, self.read_only):
+        for names in (self.frames, self.copies):
             names.clear()
         self.closed = True
 

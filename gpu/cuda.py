@@ -46,9 +46,12 @@ from kvstate.spec.facts import Ledger
 NON_BLOCKING = 1
 NO_TIMING = 2
 BATCH_FROM = 8
-"""From this many runs on, a copy is one batched call."""
-SPIN_CYCLES = 400_000
-"""The longest delay that `streams="adversarial"` puts before work: about 0.2 ms."""
+"""From this many runs on, a copy is one batched call, if they are small."""
+BATCH_BYTES = 256 << 10
+"""What a copy takes longer for than its own call does: from here on, calls hide behind copies."""
+SPINS = ((0.3, 200_000), (0.05, 4_000_000))
+"""With `streams="adversarial"`, how likely work is delayed, and by how many cycles at most: often
+by up to 0.1 ms, now and then by up to 2 ms, which Python does not outrun."""
 
 
 @frozen(eq=False)
@@ -231,7 +234,7 @@ class CudaDevice(Books):
         for address, count in runs:
             if count:
                 self.driver.call(self.api.cuMemUnmap, address, count * self.frame_bytes)
-        self.note_unmap(places)
+        self.note_unmap(runs, places)
 
     def host_reserve(self, size_bytes: int) -> int:
         """Pinned memory."""
@@ -293,8 +296,11 @@ class CudaDevice(Books):
         return True
 
     def _copy_pieces(self, stream: int, direction: Direction, runs: list[CopyRun]) -> None:
+        """The first of large copies shall run while the others are issued; small ones go
+        together."""
         api, call = self.api, self.driver.call
-        if len(runs) < BATCH_FROM or not hasattr(api, "cuMemcpyBatchAsync"):
+        small = sum(run.size_bytes for run in runs) < BATCH_BYTES * len(runs)
+        if len(runs) < BATCH_FROM or not small or not hasattr(api, "cuMemcpyBatchAsync"):
             function = api.cuMemcpyDtoHAsync
             if direction is Direction.IN:
                 function = api.cuMemcpyHtoDAsync
@@ -483,8 +489,9 @@ class CudaDevice(Books):
 
     def delay(self, stream: int) -> None:
         """With adversarial streams, let the next work on the stream come late, now and then."""
-        if self.adversarial and self.random.random() < 0.3:
-            self.kernels.spin(stream, self.random.randrange(SPIN_CYCLES))
+        for share, cycles in SPINS if self.adversarial else ():
+            if self.random.random() < share:
+                self.kernels.spin(stream, self.random.randrange(cycles))
 
     def schedule(self, seed: int) -> None:
         """Decide from here on by this seed what is delayed."""

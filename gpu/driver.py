@@ -35,9 +35,9 @@ class Driver:
         self.ordinal = ordinal
         self.lost: str | None = None
         """The error that lost the context; None while it is usable."""
-        count = self._count()
-        if not 0 <= ordinal < count:
-            raise ConfigError(f"there is no CUDA device {ordinal}; {count} are visible")
+        self.device_count = self._count()
+        if not 0 <= ordinal < self.device_count:
+            raise ConfigError(f"there is no CUDA device {ordinal}; {self.device_count} are visible")
         self.device = self.call(self.api.cuDeviceGet, ordinal)
         self.context = self.call(self.api.cuDevicePrimaryCtxRetain, self.device)
         self.select()

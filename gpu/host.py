@@ -156,7 +156,7 @@ class HostDevice(SimulatedDevice):
         self.check_quiet(runs)
         for address, count in runs:
             self._map_nothing(address, count)
-        self.note_unmap(places)
+        self.note_unmap(runs, places)
 
     def _map_nothing(self, address: int, count: int) -> None:
         if count:

@@ -43,11 +43,21 @@ struct Tile { u64 base; u64 offset; u32 bytes; const Segment* segment; bool ok; 
 __device__ Tile tile_of(const Segment* segments, const u32* firsts, u32 count, const Row* table,
                         u32 row_bytes, u64 stride, u64 phase) {
     u64 number = blockIdx.x * stride + phase;
-    u32 low = 0, high = count;
-    while (high - low > 1) {
-        u32 mid = (low + high) / 2;
-        if (firsts[mid] <= number) low = mid; else high = mid;
+    // The last segment whose first tile is not beyond it: 32 candidates at a time, by one warp.
+    __shared__ u32 found;
+    if (threadIdx.x < 32) {
+        u32 low = 0, left = count;
+        while (left > 1) {
+            u32 step = (left + 31) / 32, at = threadIdx.x * step;
+            u32 before = __ballot_sync(~0u, at < left && firsts[low + at] <= number);
+            u32 skip = (__popc(before) - 1) * step;
+            low += skip;
+            left = min(step, left - skip);
+        }
+        if (threadIdx.x == 0) found = low;
     }
+    __syncthreads();
+    u32 low = found;
     Tile t;
     t.segment = segments + low;
     t.offset = (number - firsts[low]) * TILE;

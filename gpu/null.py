@@ -75,7 +75,7 @@ class NullDevice(SimulatedDevice):
         self.enter("unmap")
         places = self.check_unmap(runs)
         self.check_quiet(runs)
-        self.note_unmap(places)
+        self.note_unmap(runs, places)
 
     def host_reserve(self, size_bytes: int) -> int:
         """Addresses that nobody else was given."""

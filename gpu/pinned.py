@@ -19,6 +19,8 @@ from kvstate.errors import DeviceError
 from kvstate.gpu.driver import Driver
 
 UNIT_BYTES: Final = 512 << 20
+MOST_BYTES: Final = 128 << 20
+"""Of one copy."""
 THREADS: Final = 8
 _TOUCH_BYTES: Final = 16 << 20
 _FAILED: Final = ctypes.c_void_p(-1).value
@@ -63,7 +65,10 @@ class Pinned:
         _libc.munmap(address, size_bytes)
 
     def pieces(self, runs: list[CopyRun]) -> Iterator[CopyRun]:
-        """The runs of a copy, cut where host memory passes into another unit."""
+        """The runs of a copy, cut where host memory passes into another unit, or they are long.
+
+        A copy begins when its call returns, and a call takes longer the more frames it is over.
+        """
         for run in runs:
             cut = self._cut(run)
             while cut:
@@ -74,14 +79,14 @@ class Pinned:
                 yield run
 
     def _cut(self, run: CopyRun) -> int:
-        """Bytes up to the next unit's beginning, if the run goes beyond it; else 0."""
+        """Bytes up to where the run must be cut; 0 if nowhere."""
         for base, units in self.units.items():
             end = units[-1] + UNIT_BYTES if units else base
             for side in (run.target, run.source):
                 left = UNIT_BYTES - (side - base) % UNIT_BYTES
                 if base <= side < end and left < run.size_bytes:
-                    return left
-        return 0
+                    return min(left, MOST_BYTES)
+        return MOST_BYTES if run.size_bytes > MOST_BYTES else 0
 
     def _touch(self, address: int, size_bytes: int) -> None:
         """Make the system back every page, from several threads (the call runs without the

@@ -6,14 +6,11 @@ fits is asked here and answered from these counts; nothing is reserved by asking
 
 from __future__ import annotations
 
-import re
-from typing import Final
+import numpy as np
 
 from kvstate.plan import Cells, Frames, Run
 from kvstate.spec.frame import ABSENT, COMING, FRAME, MAPPED, PARKED, POOLED
 from kvstate.spec.host import DRAINING, FREE, HELD_READ, HOST
-
-_FREE_RUNS: Final = re.compile(b"[%c]+" % FREE.code)
 
 
 class FrameBudget:
@@ -101,16 +98,19 @@ class HostSlots:
         if at >= 0:
             self._cursor = at + count
             return [(self.cells, at, at + count)]
-        found = sorted(_FREE_RUNS.finditer(states), key=lambda m: m.start() - m.end())
-        return self._longest(found, count)
+        return self._longest(count)
 
-    def _longest(self, found: list[re.Match[bytes]], count: int) -> list[Run]:
-        runs: list[Run] = []
-        for match in found:
-            low, high = match.span()
-            high = min(high, low + count)
-            runs.append((self.cells, low, high))
-            count -= high - low
-            if not count:
-                break
-        return sorted(runs, key=lambda run: run[1])
+    def _longest(self, count: int) -> list[Run]:
+        """The longest free runs, until there are enough slots; in the order of their slots."""
+        free = np.frombuffer(self.cells.states, np.uint8) == FREE.code
+        edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
+        lows, sizes = edges[::2], edges[1::2] - edges[::2]
+        longest = np.argsort(-sizes, kind="stable")
+        enough = np.cumsum(sizes[longest])
+        last = int(np.searchsorted(enough, count))
+        sizes[longest[last]] -= enough[last] - count
+        chosen = np.sort(longest[: last + 1])
+        ends = lows[chosen] + sizes[chosen]
+        return [
+            (self.cells, *run) for run in zip(lows[chosen].tolist(), ends.tolist(), strict=True)
+        ]

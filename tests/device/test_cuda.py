@@ -15,12 +15,14 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from textwrap import dedent
 from typing import Any, Final
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
@@ -244,6 +246,28 @@ def test_two_devices_of_one_card_do_not_know_each_other(cuda: Rig) -> None:
         stream = other.device.stream()
         with pytest.raises(DeviceError, match="of another device"):
             cuda.device.copy(OUT, [], after=[other.device.record(stream)])
+
+
+def test_two_cards_in_one_process_do_not_disturb_each_other() -> None:
+    """Every call of the one with the other's context current, and the bytes of each."""
+    if Driver(0).device_count < 2:
+        pytest.skip("there is one GPU")
+    with (
+        opened(CUDA[0]) as first,
+        opened(evolve(CUDA[0], open=partial(open_device, "cuda:1"))) as second,
+    ):
+        rigs = (first, second)
+        calls = [calls_of(rig) for rig in rigs]
+        for name in calls[0]:
+            for at in range(2):
+                inside(rigs[1 - at]).driver.select()
+                calls[at][name]()
+        places = [rig.mapped(1) for rig in rigs]
+        for key, (rig, place) in enumerate(zip(rigs, places, strict=True)):
+            rig.write(segments((place, 0, 16, key)))
+        for key, (rig, place) in enumerate(zip(rigs, places, strict=True)):
+            assert list(rig.verify(segments((place, 0, 16, key))).wrong) == [0]
+        assert [rig.device.memory for rig in rigs] == [("cuda", 0), ("cuda", 1)]
 
 
 # Order, with a kernel in the way that runs for milliseconds.

@@ -1,0 +1,153 @@
+"""Benchmarks of the CUDA device, run by hand on one GPU.
+
+    PYTHONPATH=. python tests/bench/card.py all --json card.json
+
+or one of `calls`, `steady`, `copies`, `checks`, `frames`, `attention` in place of `all`. With
+`--device host --tiny` the same code runs in seconds without a GPU: to rehearse, not to measure.
+`all` takes about two and a half minutes on an H200, with 32 GiB of its memory and 4 GiB of the
+host's. The JSON document is written again after each benchmark, so that one that is stopped leaves
+what it has.
+
+A benchmark that moves a wrong byte fails. Exit codes: 0 all ran, 1 one failed, 2 misuse. Not a
+test: machines differ and are shared; what is compared is ours and the raw calls of the same run
+(see `card_common`).
+"""
+
+from __future__ import annotations
+
+import gc
+import platform
+import re
+import traceback
+from collections.abc import Callable, Iterable
+from contextlib import closing
+from importlib import metadata
+from pathlib import Path
+from time import perf_counter
+from typing import Annotated, Final
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from kvstate.errors import ConfigError
+from tests.bench.card_attention import attention
+from tests.bench.card_calls import calls, steady
+from tests.bench.card_checks import checks
+from tests.bench.card_common import Card, Report
+from tests.bench.card_copies import copies
+from tests.bench.card_frames import frames
+
+BENCHES: Final[dict[str, Callable[[Card], Report]]] = {
+    "calls": calls, "steady": steady, "copies": copies, "checks": checks, "frames": frames,
+    "attention": attention,
+}  # fmt: skip
+
+KIND: Final = re.compile(r"cuda(:\d+)?|host")
+
+app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
+out = Console(width=180)
+
+
+class Document(msgspec.Struct):
+    """Everything that one run measured."""
+
+    device: str
+    hardware: str
+    tiny: bool
+    versions: dict[str, str]
+    seconds: float = 0
+    benchmarks: dict[str, Report] = {}
+
+
+def main(names: Iterable[str], card: Card, file: Path | None) -> bool:
+    """Run benchmarks one after the other, print each, and write the document; whether all ran."""
+    started = perf_counter()
+    document = Document(card.kind, card.hardware, card.tiny, _versions())
+    gc.freeze()
+    for name in names:
+        report = document.benchmarks[name] = _run(BENCHES[name], card)
+        document.seconds = perf_counter() - started
+        _show(name, report)
+        if file is not None:
+            file.write_bytes(msgspec.json.format(msgspec.json.encode(document)) + b"\n")
+    return all(report.error is None for report in document.benchmarks.values())
+
+
+def _run(bench: Callable[[Card], Report], card: Card) -> Report:
+    started = perf_counter()
+    try:
+        report = bench(card)
+    except Exception as error:
+        traceback.print_exc()
+        report = Report(bench.__doc__ or "", error=f"{type(error).__name__}: {error}")
+    report.seconds = perf_counter() - started
+    gc.collect()
+    return report
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("torch", "numpy", "cuda-bindings", "cuda-core"):
+        try:
+            found[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            found[name] = "none"
+    return found
+
+
+def _show(name: str, report: Report) -> None:
+    """One table: the figures, and a column for each of their details."""
+    details = list(dict.fromkeys(key for one in report.figures for key in one.details))
+    table = Table(title=f"{name}: {report.title}, {report.seconds:.1f} s", title_justify="left")
+    table.add_column("what", no_wrap=True)
+    for column in ("ours", "raw", "unit", "ratio", "aim", "clock", *details):
+        table.add_column(column, justify="right")
+    for one in report.figures:
+        ratio = _number(one.ratio)
+        if one.aim is not None and one.ratio is not None:
+            ratio = f"[{'green' if one.ratio >= one.aim else 'red'}]{ratio}[/]"
+        table.add_row(
+            one.name, _number(one.ours), _number(one.raw), one.unit, ratio, _number(one.aim),
+            one.clock, *(_number(one.details.get(key)) for key in details),
+        )  # fmt: skip
+    out.print(table)
+    for line in [*report.words, *([report.error] if report.error else [])]:
+        out.print(line, markup=False)
+
+
+def _number(value: float | str | None) -> str:
+    if value is None:
+        return ""
+    if isinstance(value, str | int):
+        return str(value)
+    return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
+
+
+def _command(names: tuple[str, ...]) -> Callable[..., None]:
+    def command(
+        device: Annotated[str, typer.Option(help="cuda, cuda:1, or host to rehearse")] = "cuda",
+        tiny: Annotated[bool, typer.Option(help="small sizes: to rehearse")] = False,
+        json: Annotated[Path | None, typer.Option(help="write every figure here")] = None,
+    ) -> None:
+        if not KIND.fullmatch(device):
+            raise typer.BadParameter(f"{device!r}: use cuda, cuda:1 or host", param_hint="device")
+        try:
+            card = Card(device, tiny=tiny)
+        except ConfigError as error:
+            raise typer.BadParameter(str(error), param_hint="device") from None
+        with closing(card):
+            held = main(names, card, json)
+        raise typer.Exit(0 if held else 1)
+
+    return command
+
+
+for _name, _bench in BENCHES.items():
+    app.command(_name, help=_bench.__doc__)(_command((_name,)))
+app.command("all", help="All of them, one after the other.")(_command(tuple(BENCHES)))
+
+
+if __name__ == "__main__":
+    app()
