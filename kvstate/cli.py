@@ -225,7 +225,7 @@ def doctor(*, json: JsonOption = False) -> None:
 def _replay_calls(source: Path, device: str) -> None:
     """Play a recorded trace again and check everything."""
     header, calls = trace.read(source)
-    player = fuzzing.play(header, calls, partial(open_named, device))
+    player = fuzzing.play(header, calls, _fitting(header, partial(open_named, device)))
     err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
 
 
@@ -256,22 +256,23 @@ def _fuzz_line(tally: Tally) -> str:
 
 
 def _known(folders: list[Path], opened: fuzzing.OpenDevice) -> list[Found]:
-    """Play the failures of earlier runs first; those that still fail.
-
-    Where the device has no frames as small as a trace's, on the host device.
-    """
-    with closing(opened("eager", 0)) as probe:
-        least = probe.granularity_bytes
+    """Play the failures of earlier runs first; those that still fail."""
     still = []
     for path in sorted(path for folder in set(folders) for path in folder.glob("*.jsonl")):
         header, calls = trace.read(path)
         try:
-            fits = header.config.gpu.frame_bytes % least == 0
-            fuzzing.play(header, calls, opened if fits else partial(open_named, "host"))
+            fuzzing.play(header, calls, _fitting(header, opened))
         except Broken as broken:
             failure = Failure(broken.kind, broken.detail, header, calls, len(calls))
             still.append(_tell_failure(failure, path.parent))
     return still
+
+
+def _fitting(header: trace.Header, opened: fuzzing.OpenDevice) -> fuzzing.OpenDevice:
+    """The device, or the host's if the device has no frames as small as a trace's."""
+    with closing(opened("eager", 0)) as probe:
+        fits = header.config.gpu.frame_bytes % probe.granularity_bytes == 0
+    return opened if fits else partial(open_named, "host")
 
 
 def _tell_failure(failure: Failure, folder: Path) -> Found:

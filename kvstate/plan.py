@@ -12,6 +12,8 @@ from collections.abc import Iterable, Mapping, MutableSequence, Sequence
 from itertools import groupby
 from typing import Any
 
+import numpy as np
+
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
 from kvstate.spec.compiled import ILLEGAL, CellEvent, ObjectEvent, ObjectRow, row_key
@@ -107,7 +109,7 @@ class Plan:
         if low >= high:
             return
         before = cells.states[low:high]
-        after = before.translate(event.next)
+        after = _translated(before, event.next)
         if ILLEGAL in after:
             at = after.index(ILLEGAL)
             raise illegal_cell(event, cells, low + at, before[at])
@@ -182,6 +184,8 @@ class Plan:
                 chosen.apply(subject)
 
 
+LONG_CELLS = 512
+"""From here on a run of cells is worth a look at whether all are alike."""
 _END = 1 << 62
 """A slice from here appends."""
 
@@ -200,14 +204,25 @@ def illegal_object(event: ObjectEvent, subject: Any) -> IllegalTransition:
     return IllegalTransition(str(subject), event.name, state.name, " or ".join(guards))
 
 
+def _translated(before: bytearray, table: bytes) -> bytearray:
+    """What the table makes of a run. Long runs are mostly alike, and comparing is faster."""
+    if len(before) > LONG_CELLS and before == before[:1] * len(before):
+        return before[:1].translate(table) * len(before)
+    return before.translate(table)
+
+
 def _tally(counts: list[int], before: bytearray, after: bytearray) -> None:
     """The one place that counts."""
     size, first = len(before), before[0]
-    if before.count(first) == size:
+    if before == before[:1] * size:
         counts[first] -= size
         counts[after[0]] += size
-        return
-    for code in set(before):
-        counts[code] -= before.count(code)
-    for code in set(after):
-        counts[code] += after.count(code)
+    elif size > LONG_CELLS:
+        for states, sign in ((before, -1), (after, 1)):
+            for code, number in enumerate(np.bincount(np.frombuffer(states, np.uint8)).tolist()):
+                counts[code] += sign * number
+    else:
+        for code in set(before):
+            counts[code] -= before.count(code)
+        for code in set(after):
+            counts[code] += after.count(code)

@@ -85,16 +85,16 @@ class HostSlots:
     def room(self, count: int) -> list[Run] | None:
         """Free slots for that many pages, in as few runs as can be; None if there are too few.
 
-        One run if one is long enough (next fit), else the longest runs first. Cost: one scan.
+        One run if one is long enough (behind the last one, or the first), else the longest runs
+        first. Cost: one scan.
         """
         if count > self.free:
             return None
         if not count:
             return []
         states, wanted = self.cells.states, bytes([FREE.code]) * count
-        at = states.find(wanted, self._cursor)
-        if at < 0:
-            at = states.find(wanted)
+        behind = states.startswith(wanted, self._cursor)
+        at = self._cursor if behind else states.find(wanted)
         if at >= 0:
             self._cursor = at + count
             return [(self.cells, at, at + count)]

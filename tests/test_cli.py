@@ -28,6 +28,7 @@ def run(*args: object, code: int = HELD) -> Any:
     return json.loads(done.stdout) if "--json" in args else done.stdout
 
 
+HOST = ("--device", "host")
 FUZZ_KEYS = {
     "seed", "seconds", "calls", "calls_per_second", "rows_fired", "rows_total", "states_reached",
     "states_total", "laws", "bytes_verified", "mismatches", "violations",
@@ -45,7 +46,7 @@ def fuzz(tmp_path: Path, *args: object, code: int = HELD) -> Any:
 
 
 def test_fuzz_reports_documented_keys_and_repeats(tmp_path: Path) -> None:
-    one, other = (fuzz(tmp_path, "--seed", 3, "--json") for _ in range(2))
+    one, other = (fuzz(tmp_path, *HOST, "--seed", 3, "--json") for _ in range(2))
     assert one.keys() >= FUZZ_KEYS
     msgspec.convert(one, FuzzReport, strict=True)
     changing = {"seconds", "calls_per_second"}
@@ -92,7 +93,7 @@ def test_a_failure_is_shown_saved_tried_first_and_replayed(
 
 
 def test_replay_of_a_serving_trace(tmp_path: Path) -> None:
-    sizes = ("--requests", 20, "--gpu", 1100, "--host", 120, "--batch", 8)
+    sizes = (*HOST, "--requests", 20, "--gpu", 1100, "--host", 120, "--batch", 8)
     report = run("replay", SLICE, *sizes, "--json")
     assert report.keys() >= REPLAY_KEYS
     msgspec.convert(report, ReplayReport, strict=True)
@@ -101,7 +102,7 @@ def test_replay_of_a_serving_trace(tmp_path: Path) -> None:
 
 
 def test_replay_of_equal_requests_and_of_a_recorded_trace(tmp_path: Path) -> None:
-    report = run("replay", "--uniform", "64,8", "--requests", 12, "--json")
+    report = run("replay", *HOST, "--uniform", "64,8", "--requests", 12, "--json")
     assert report["requests_finished"] == 12
     path = tmp_path / "run.jsonl"
     with path.open("wb") as file, Manager(small(), NullDevice(), record=file.write) as kv:

@@ -19,9 +19,10 @@ from rich.console import Console
 from kvstate import doctor
 from kvstate.doctor import Finding, Report
 from kvstate.errors import DeviceError
-from kvstate.gpu import KINDS, open_device
+from kvstate.gpu import KINDS, open_device, why_no_cuda
 from kvstate.gpu.host import HostDevice
 
+CUDA = () if why_no_cuda() else ("cuda",)
 HOST_TRIALS = ("frames_map_twice", "read_only_refuses_writes", "unmapped_copy_is_caught")
 ALWAYS = (
     "kernel", "cpus_count", "memory_bytes", "memory_usable_bytes", "max_map_count",
@@ -77,7 +78,7 @@ def test_the_host_device_works_here() -> None:
     for name in HOST_TRIALS:
         assert report.find(name).value is True
         assert report.find(name).ok is True
-    assert report.devices == ("host", "null")
+    assert report.devices == (*CUDA, "host", "null")
     assert set(report.devices) <= set(KINDS)
     for kind in report.devices:
         open_device(kind).close()
@@ -113,7 +114,7 @@ def test_a_report_is_json() -> None:
     plain = doctor.examine().as_dict()
     assert msgspec.json.decode(msgspec.json.encode(plain)) == plain
     assert json.loads(json.dumps(plain)) == plain
-    assert plain["devices"] == ["host", "null"]
+    assert plain["devices"] == [*CUDA, "host", "null"]
     assert plain["findings"][0].keys() == {"name", "value", "meaning", "ok"}
 
 
@@ -122,7 +123,7 @@ def test_the_table_shows_every_finding() -> None:
     text = shown(report)
     for finding in report.findings:
         assert finding.name in text
-    assert "devices that work here: host, null" in text
+    assert f"devices that work here: {', '.join((*CUDA, 'host', 'null'))}" in text
 
 
 @pytest.mark.parametrize(
@@ -161,7 +162,7 @@ def test_a_failing_question_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> Non
     assert finding.value is None
     assert finding.ok is False
     assert "PermissionError: not for you" in finding.meaning
-    assert report.devices == ("host", "null")
+    assert report.devices == (*CUDA, "host", "null")
 
 
 @pytest.mark.parametrize("call", ["reserve", "create", "map", "peek"])
@@ -173,7 +174,7 @@ def test_a_broken_host_device_is_not_offered_and_leaks_nothing(
 
     monkeypatch.setattr(HostDevice, call, refuse)
     report = doctor.examine()
-    assert report.devices == ("null",)
+    assert report.devices == (*CUDA, "null")
     assert_nothing_is_left(devices)
     finding = report.find("frames_map_twice")
     assert finding.ok is False
@@ -192,7 +193,7 @@ def test_writes_that_go_through_a_read_only_mapping_are_noticed(
     report = doctor.examine()
     assert report.find("read_only_refuses_writes").value is False
     assert report.find("frames_map_twice").value is True
-    assert report.devices == ("null",)
+    assert report.devices == (*CUDA, "null")
 
 
 def test_addresses_that_are_short_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:

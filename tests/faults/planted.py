@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "host room search does not see that a slot is taken",
         "kvstate/tiers.py",
-        "        at = states.find(wanted, self._cursor)\n",
-        "        at = states.find(wanted[1:], self._cursor)\n",
+        "else states.find(wanted)\n",
+        "else states.find(wanted[1:])\n",
         "B149",
     ),
     Fault(
