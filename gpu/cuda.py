@@ -443,14 +443,18 @@ class CudaDevice(Books):
         return buffer.tobytes()
 
     def poke(self, address: int, data: bytes) -> None:
-        """Write memory at once."""
+        """Write memory at once.
+
+        The driver's own synchronous copy from pageable memory returns before the bytes are there.
+        """
         self.check_access("poke", address, len(data), write=True)
         if self._in_host(address, len(data)):
             ctypes.memmove(address, data, len(data))
             return
         self.driver.select()
-        buffer = np.frombuffer(data, np.uint8)
-        self.driver.call(self.api.cuMemcpyHtoD, address, buffer.ctypes.data, len(data))
+        call, at = self.driver.call, np.frombuffer(data, np.uint8).ctypes.data
+        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self._own)
+        call(self.api.cuStreamSynchronize, self._own)
 
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """How many bytes are none of the two values."""

@@ -314,6 +314,16 @@ def test_an_event_that_is_held_is_not_recorded_again(cuda: Rig) -> None:
     assert [end.token for end in cuda.device.quiesce()] == [token]
 
 
+def test_a_poke_is_done_when_it_returns_whatever_the_default_stream_does(cuda: Rig) -> None:
+    address, host = cuda.mapped(1), cuda.device.host_reserve(4096)
+    for at in range(4):
+        inside(cuda).kernels.spin(0, SPIN_CYCLES)
+        cuda.device.poke(address, bytes([at]) * 64)
+        cuda.device.copy(OUT, [CopyRun(host, address, 64)])
+        cuda.device.quiesce()
+        assert cuda.device.peek(host, 64) == bytes([at]) * 64
+
+
 def test_a_quiesce_waits_for_streams_of_others(cuda: Rig) -> None:
     address, stream = cuda.mapped(1), cuda.device.stream()
     spin(cuda, stream)

@@ -108,6 +108,14 @@ CARD_FAULTS = (
         kinds=("bytes", "device lost"),
     ),
     CardFault(
+        "memory is written by a copy that nothing waits for",
+        "gpu/cuda.py",
+        "        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self._own)\n"
+        "        call(self.api.cuStreamSynchronize, self._own)\n",
+        "        call(self.api.cuMemcpyHtoD, address, at, len(data))\n",
+        test=f"{CUDA_TESTS}::test_a_poke_is_done_when_it_returns_whatever_the_default_stream_does",
+    ),
+    CardFault(
         "copies go across registered units",
         "gpu/cuda.py",
         "list(self.pinned.pieces(list(runs)))",
