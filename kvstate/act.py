@@ -149,6 +149,9 @@ class Actor:
 
     def _pieces(self, plan: Plan) -> Iterator[tuple[int, int, int]]:
         """(GPU address, host address, bytes) for each run of host slots, up to the plan's size."""
+        if plan.pieces:
+            yield from plan.pieces
+            return
         gpu, left, block = plan.base, plan.size_bytes, self.host.block_bytes
         for _, low, high in plan.room:
             size = min((high - low) * block, left)

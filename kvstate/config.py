@@ -21,6 +21,7 @@ DTYPE_BYTES: Final = {
 MIB: Final = 1 << 20
 MAX_ARENA_BYTES: Final = 1 << 44
 INT31: Final = (1 << 31) - 1
+WRITE_THROUGH: Final = ("on_free", "off")
 SIXTEENTH: Final = 16
 """A block is a multiple of this part of a frame, which keeps lcm(frame, block) small."""
 
@@ -84,6 +85,9 @@ class Config:
     max_utilization_for_resume: float = 0.95
     """A resume may fill the budget up to here while other sequences run; the rest is for
     growth."""
+    write_through: str = "on_free"
+    """When committed pages are copied to the host for others with the same prefix: `on_free` (when
+    their sequence closes), or `off` (never; then nothing is found either)."""
     adopt: bool = True
     """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
     scrub: bool = False
@@ -103,6 +107,10 @@ class Config:
         if not 0 < self.max_utilization_for_resume <= 1:
             raise ConfigError(
                 f"max_utilization_for_resume is {self.max_utilization_for_resume}: not in (0, 1]"
+            )
+        if self.write_through not in WRITE_THROUGH:
+            raise ConfigError(
+                f"write_through is {self.write_through!r}; use one of {', '.join(WRITE_THROUGH)}"
             )
         Geometry(self)
 

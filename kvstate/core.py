@@ -25,8 +25,10 @@ from kvstate.errors import (
     OutOfFrames,
 )
 from kvstate.flight import Flight
+from kvstate.index import Index
 from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
+from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Sequence
 from kvstate.spec.compiled import ObjectEvent
 from kvstate.tiers import FrameBudget, HostSlots
@@ -57,6 +59,10 @@ class Core:
         self.actor = Actor(device, self.host, geometry.frame_bytes)
         ignored = None if config.scrub else "scrub"
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
+        self.reuse = Reuse(
+            Index(config.tokens_per_block), self.host, self.actor, self.flight,
+            enabled=config.write_through != "off",
+        )  # fmt: skip
         self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, config.gpu)
         self.closed = False
 
@@ -112,7 +118,10 @@ class Core:
         elif isinstance(short, OutOfFrames) and short.place == "addresses":
             self.ladder.addresses(short)
         elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
-            self.flight.quiesce()
+            self.reuse.make_room(short.needed)
+            if self.host.free < short.needed:
+                self.flight.quiesce()
+                self.reuse.make_room(short.needed)
         else:
             raise short
 

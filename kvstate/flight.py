@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from kvstate import runs
 from kvstate.act import Actor
@@ -38,6 +38,7 @@ class Ended(NamedTuple):
     """The public call that delivered it."""
     uid: int
     outward: bool
+    onboards: bool
     ok: bool
 
 
@@ -51,6 +52,8 @@ class Flight:
         self.device, self.columns, self.arena, self.actor = device, columns, arena, actor
         self.counters = counters
         actor.quiesce = self.quiesce
+        self.reuse: Any = None
+        """What sequences share; whoever keeps it puts it here."""
         self.coverage: Coverage | None = None
         self.ignored = ignored
         self.transfers: dict[int, Transfer] = {}
@@ -78,8 +81,9 @@ class Flight:
         self.transfers[transfer.token] = transfer
         transfer.range.holders.add((transfer.kind, transfer.token))
         if transfer.kind == "transfer":
-            transfer.seq.transfer = transfer
-            self.loads += transfer.inward
+            self.loads += transfer.loads
+            if not transfer.keeps:
+                transfer.seq.transfer = transfer
         self.columns.version += 1
 
     def poll(self) -> list[Completion]:
@@ -165,22 +169,27 @@ class Flight:
 
     def _complete(self, transfer: Transfer, ok: bool) -> None:
         """The end of a transfer: its slots, and its pages if their life is still the same."""
-        seq, geometry = transfer.seq, self.arena.geometry
+        seq, shared = transfer.seq, transfer.keeps or transfer.onboards
         plan = self.plan()
-        plan.operands = {"slots": transfer.slots}
+        plan.operands = operands = runs.Operands(slots=transfer.slots)
+        if shared:
+            operands |= self.reuse.ending(transfer, ok)
         current = transfer.current and seq.transfer is transfer
+        leaving = None
         if current:
-            blocks = geometry.blocks(seq.held_tokens)
-            held = ((seq.pages, 0, blocks),)
-            if transfer.inward and not ok:
-                plan.operands = runs.freeing(seq, geometry, blocks)
-            plan.operands |= {"slots": transfer.slots, "sequence": (seq,)}
-            plan.operands |= {"held": held, "loading": held}
-            self.ended.append(Ended(self.call, seq.uid, transfer.outward, ok))
+            operands |= self._of_sequence(transfer, ok)
+            self.ended.append(Ended(self.call, seq.uid, transfer.outward, transfer.onboards, ok))
+            if transfer.outward and not ok:
+                leaving = self.reuse.leaving(seq)
+                operands |= leaving.operands
         plan.move(_DONE if ok else _FAIL, transfer)
         self.actor.run(plan)
         self.settle(plan)
-        self.loads -= transfer.inward
+        self.loads -= transfer.loads
+        if shared:
+            self.reuse.ended(transfer, ok)
+        if leaving is not None:
+            self.reuse.free(self.reuse.left(leaving))
         self.columns.version += 1
         if not ok:
             self.counters["failed_copies"] += 1
@@ -188,14 +197,23 @@ class Flight:
         if current:
             self._end(transfer, ok, plan)
 
+    def _of_sequence(self, transfer: Transfer, ok: bool) -> runs.Operands:
+        """What the end means for the sequence whose life it is of."""
+        seq, geometry = transfer.seq, self.arena.geometry
+        blocks = geometry.blocks(seq.held_tokens)
+        held = ((seq.pages, 0, blocks),)
+        found = runs.freeing(seq, geometry, blocks) if transfer.loads and not ok else {}
+        return found | {"sequence": (seq,), "held": held, "loading": held}
+
     def _end(self, transfer: Transfer, ok: bool, plan: Plan) -> None:
         """What the end of its copy leaves of a sequence."""
         seq = transfer.seq
         seq.transfer = None
-        if transfer.inward and not ok:
+        if transfer.loads and not ok:
             runs.hand_over(seq, plan.operands)
+        if transfer.inward and not ok:
             self.columns.set_scheduled(seq.row, seq.length_tokens)
-        elif transfer.inward or not ok:
+        elif transfer.loads or not ok:
             seq.slots, seq.held_tokens = (), 0
-        if transfer.outward and not ok:
+        if not ok and not transfer.inward:
             seq.forget_tokens()

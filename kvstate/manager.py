@@ -20,13 +20,16 @@ from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
+import numpy.typing as npt
 
 from kvstate import runs
 from kvstate.arena import Range
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
+from kvstate.index import ID_BYTES, Identity, Node, token_bytes
 from kvstate.plan import Plan
+from kvstate.reuse import Leaving, runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
@@ -75,14 +78,23 @@ class Manager(Stepping):
     # Admission.
 
     def create(
-        self, max_tokens: int | None = None, *, salt: bytes = b"", commit: bool = True
+        self,
+        prompt_tokens: npt.ArrayLike | None = None,
+        max_tokens: int | None = None,
+        *,
+        salt: bytes = b"",
+        commit: bool = True,
     ) -> Sequence:
         """Admit a sequence of at most `max_tokens` tokens. It holds no memory yet.
 
-        `salt` names its tenant. With `commit=False` its blocks stay writable and private. Raises
+        `prompt_tokens` is anything that numpy makes one row of int32 of. Its longest prefix that
+        the host has comes with `resume`; `matched_tokens` says how long that is, now as a forecast
+        (it may be gone by then, report B77), afterwards for sure. `salt` names its tenant: nothing
+        is found across salts. With `commit=False` its blocks stay writable and private. Raises
         OutOfRows, or OutOfFrames if it could not even run alone (report B140).
         """
         self._enter()
+        prompt = token_bytes(() if prompt_tokens is None else prompt_tokens)
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         if not 0 < tokens <= self.config.max_tokens:
             reason = f"max_tokens is {tokens}, not from 1 to {self.config.max_tokens}"
@@ -94,14 +106,32 @@ class Manager(Stepping):
             rows = self.columns.rows
             raise self._refused(OutOfRows(f"all {rows} rows are in use; close a sequence first"))
         self._created += 1
-        seq = Sequence(self, self._created, self.columns.free.pop(), tokens, salt, commit)
+        row, identity = self.columns.free.pop(), Identity(salt)
+        seq = Sequence(self, self._created, row, tokens, identity, prompt, commit)
         self.sequences[seq.uid] = seq
+        seq.matched_tokens = len(self._hits(seq)) * self.config.tokens_per_block
         return seq
+
+    def _hits(self, seq: Sequence) -> list[Node]:
+        """What the sequence could have from the host. Its last known token is always computed."""
+        known = len(seq.prompt) // ID_BYTES
+        most = min(max(0, known - 1), seq.max_tokens) // self.config.tokens_per_block
+        return self.reuse.hits(seq.identity, seq.prompt, most)
+
+    def probe_reuse(self, prompt_tokens: npt.ArrayLike, *, salt: bytes = b"") -> int:
+        """How many tokens a sequence with this prompt would have from the host now.
+
+        Changes nothing, not even what is used least.
+        """
+        self._enter()
+        prompt, block = token_bytes(prompt_tokens), self.config.tokens_per_block
+        most = max(0, len(prompt) // ID_BYTES - 1) // block
+        return len(self.reuse.hits(Identity(salt), prompt, most)) * block
 
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:
         """An ACTIVE sequence of that length with undefined bytes: for warm-up and graph
         capture."""
-        seq = self.create(length_tokens, commit=False)
+        seq = self.create(max_tokens=length_tokens, commit=False)
         try:
             self.resume(seq, stream)
             self.resize(seq, length_tokens)
@@ -148,18 +178,23 @@ class Manager(Stepping):
     def resume(self, seq: Sequence, stream: Stream = None) -> None:
         """Give the sequence a range; if it was suspended, copy its bytes back.
 
-        The copy is issued, not waited for: later work of `stream` waits for it on the device.
-        Raises OutOfFrames, from the gate too (see `admits`). If the copy fails, the sequence is
-        SUSPENDED again and steps issued meanwhile mean nothing.
+        One that begins (again) gets the longest prefix of its prompt that the host has: it then
+        has `matched_tokens` tokens, which need not be computed. The copy is issued, not waited for:
+        later work of `stream` waits for it on the device. Raises OutOfFrames, from the gate too
+        (see `admits`). If the copy fails, the sequence is SUSPENDED again, or DROPPED if it was a
+        prefix, and steps issued meanwhile mean nothing.
         """
         self._enter()
         if seq.writing:
             self.flight.quiesce()
-        plan, range_ = self._attempt(_RESUME, seq, self._plan_resume, stream)
+        plan, range_, hits = self._attempt(_RESUME, seq, self._plan_resume, stream)
         self.actor.run(plan)
         if plan.token is not None:
-            self._issue(plan, Transfer(plan.token, seq, range_, seq.slots, inward=True))
+            kind = {"onboards": True} if hits else {"inward": True}
+            self._issue(plan, Transfer(plan.token, seq, range_, plan.room, hits, **kind))
         self.flight.settle(plan)
+        if hits:
+            self._match(seq, hits)
         if range_.number in self.arena.ranges:
             self.arena.unpark(range_)
             self.counters["adoptions"] += 1
@@ -170,8 +205,22 @@ class Manager(Stepping):
         self._set_capacity(seq)
         self.counters["starts" if plan.token is None else "resumes"] += 1
 
-    def _plan_resume(self, chosen: ObjectRow, seq: Sequence, stream: Stream) -> tuple[Plan, Range]:
-        tokens = seq.held_tokens
+    def _match(self, seq: Sequence, hits: list[Node]) -> None:
+        """The sequence begins with what the hits have."""
+        assert seq.transfer is not None
+        self.reuse.onboard(seq.transfer)
+        tokens = len(hits) * self.config.tokens_per_block
+        seq.nodes, seq.keys = list(hits), [node.key for node in hits]
+        seq.matched_tokens = seq.held_tokens = tokens
+        self.columns.set_lengths(seq.row, tokens)
+        self.columns.known[seq.row] = tokens
+
+    def _plan_resume(
+        self, chosen: ObjectRow, seq: Sequence, stream: Stream
+    ) -> tuple[Plan, Range, list[Node]]:
+        hits = [] if seq.slots else self._hits(seq)
+        slots = runs_of(self.host.cells, [node.slot for node in hits if node.slot is not None])
+        tokens = seq.held_tokens or len(hits) * self.config.tokens_per_block
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
         if not self.admits(tokens):
             raise self._short(str(seq), max(1, frames), "gate")
@@ -180,14 +229,18 @@ class Manager(Stepping):
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
         plan = self._plan_frames(seq, {range_: frames})
-        plan.base, plan.room, plan.stream = range_.base, seq.slots, stream
+        plan.base, plan.room, plan.stream = range_.base, seq.slots or slots, stream
         plan.size_bytes = tokens * self.geometry.row_bytes
-        plan.operands = operands = runs.hosted(seq)
-        operands |= self._growth(plan, seq, range_, frames, self.geometry.blocks(tokens))
+        blocks = self.geometry.blocks(tokens)
+        operands = self._growth(plan, seq, range_, frames, blocks)
+        opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
+        operands |= runs.hosted(seq, opened)
+        operands |= {"hits": ((seq.pages, 0, len(hits)),), "served": slots}
+        plan.operands = operands
         operands["adopted" if parked else "reserved"] = (range_,)
         operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
         plan.move(_RESUME, seq, chosen)
-        return plan, range_
+        return plan, range_, hits
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
         """Map and charge memory for that many tokens, or give back what is beyond them.
@@ -228,10 +281,11 @@ class Manager(Stepping):
         self._check_length(seq, "rewind", 0, length_tokens, seq.length_tokens)
         block = self.config.tokens_per_block
         full, known = length_tokens // block, seq.committed_tokens // block
-        plan = self.flight.plan()
-        plan.operands = {"rewound": ((seq.pages, full, known),)}
+        plan, leaving = self.flight.plan(), self.reuse.leaving(seq, full)
+        plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands
         plan.move(_REWIND, seq)
         self.flight.settle(plan)
+        self.reuse.free(self.reuse.left(leaving))
         if full < len(seq.keys):
             self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32)
             del seq.keys[full:]
@@ -268,7 +322,8 @@ class Manager(Stepping):
         room = self.host.room(blocks)
         if room is None:
             host = self.host
-            raise HostExhausted(str(seq), blocks, host.free, host.coming, host.capacity)
+            coming = host.coming + host.stale
+            raise HostExhausted(str(seq), blocks, host.free, coming, host.capacity)
         plan = self.flight.plan()
         plan.base, plan.room, plan.stream, plan.event = seq.range.base, room, seq.stream, after
         plan.size_bytes = tokens * self.geometry.row_bytes
@@ -283,29 +338,93 @@ class Manager(Stepping):
         GPU memory is reused once `after`, steps in flight and copies are done.
         """
         blocks = self.geometry.blocks(seq.written_tokens)
-        self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
+        self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks), keep=False)
         seq.forget_tokens()
         self.counters["drops"] += 1
 
     def close_sequence(self, seq: Sequence, after: Event = None) -> None:
-        """End the sequence, in whatever state it is. Its memory is reused as `drop` says."""
-        self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
+        """End the sequence, in whatever state it is. Its memory is reused as `drop` says.
+
+        What it committed and nobody else has is copied to the host, as far as there is room or can
+        be made, and is found by others with the same prefix once it is there.
+        """
+        keep = self.reuse.keeping
+        self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry), keep=keep)
         if seq.state == CLOSED.code:
             self._retire(seq)
         self.counters["closes"] += 1
 
     def _leave(
-        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands
+        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands, *, keep: bool
     ) -> None:
         self._enter()
-        plan = self.flight.plan()
-        plan.operands = leaves | runs.hosted(seq)
-        plan.move(event, seq)
+        self._legal(event, seq)
+        leaving = self.reuse.leaving(seq)
+        if keep and seq.range is not None and seq.transfer is None and leaving.lost:
+            self.reuse.make_room(len(leaving.lost))
+            leaving = self.reuse.leaving(seq)
+        plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=keep)
         self._fence(seq, after)
-        self.actor.run(plan)
+        try:
+            self.actor.run(plan)
+        except DeviceError:
+            if plan.room:
+                log.warning("%s: what it committed could not be kept", seq)
+                plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=False)
+                self.actor.run(plan)
+            else:
+                raise
+        nodes = leaving.lost[: len(slots)]
+        if plan.token is not None:
+            assert seq.range is not None
+            self._issue(plan, Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True))
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
+        self.reuse.keep(nodes, slots, plan.token)
+        self.reuse.free(self.reuse.left(leaving, len(slots)))
+
+    def _plan_leave(
+        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands,
+        leaving: Leaving, *, keep: bool,
+    ) -> tuple[Plan, list[int]]:  # fmt: skip
+        """The plan, and the host slots that the first of the lost blocks stay in."""
+        plan, slots = self.flight.plan(), list[int]()
+        plan.operands = operands = leaves | runs.hosted(seq) | leaving.operands
+        if keep and leaving.lost and seq.transfer is None:
+            if seq.range is not None:
+                slots = self._plan_keep(plan, operands, seq, leaving.lost)
+                plan.stream, plan.event = seq.stream, after
+            else:
+                slots = self._plan_bequest(operands, seq, leaving.lost)
+        plan.move(event, seq)
+        return plan, slots
+
+    def _plan_keep(
+        self, plan: Plan, operands: runs.Operands, seq: Sequence, lost: list[Node]
+    ) -> list[int]:
+        """Copy lost pages to the host, as far as there is room or can be made."""
+        assert seq.range is not None
+        count, block_bytes = min(len(lost), self.host.free), self.geometry.block_bytes
+        plan.room = room = self.host.room(count) or []
+        slots = list(slots_of(room))
+        pages = [node.ordinal for node in lost[:count]]
+        plan.size_bytes = count * block_bytes
+        plan.pieces = runs.pieces(seq.range.base, self.host.address, block_bytes, pages, slots)
+        operands |= {"kept_room": room, "stale": runs_of(self.host.pages, slots)}
+        return slots
+
+    def _plan_bequest(self, operands: runs.Operands, seq: Sequence, lost: list[Node]) -> list[int]:
+        """Leave the host copies of lost pages where they are."""
+        held, cells = list(slots_of(seq.slots)), self.host.cells
+        slots = [held[node.ordinal] for node in lost]
+        left = set(held).difference(slots)
+        operands |= {
+            "kept": runs_of(cells, slots),
+            "inherited": runs_of(self.host.pages, slots),
+            "slots": runs_of(cells, [slot for slot in held if slot in left]),
+        }
+        return slots
 
     def _fence(self, seq: Sequence, after: Event) -> None:
         """Let the caller's event hold the range that the sequence is about to leave."""
@@ -357,6 +476,7 @@ class Manager(Stepping):
     def _end(self) -> None:
         if self.sequences:
             log.warning("closing with %d sequences open", len(self.sequences))
+        self.reuse.keeping = False
         for seq in list(self.sequences.values()):
             if seq.state != CLOSING.code:
                 self.close_sequence(seq)

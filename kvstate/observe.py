@@ -121,8 +121,12 @@ class Recorder:
 
     def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
         tokens = seq.max_tokens if seq else args["max_tokens"] or 0
-        salt, commit = args["salt"].hex(), args["commit"]
-        return trace.Create(seq=seq.uid if seq else 0, max_tokens=tokens, salt=salt, commit=commit)
+        given = args["prompt_tokens"]
+        prompt = [] if given is None else np.atleast_1d(np.asarray(given)).tolist()
+        return trace.Create(
+            seq=seq.uid if seq else 0, max_tokens=tokens, prompt=prompt, salt=args["salt"].hex(),
+            commit=args["commit"],
+        )  # fmt: skip
 
     def _dummy(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
         stream = self._stream(args["stream"])

@@ -85,6 +85,8 @@ class Plan:
     base = 0
     room: Sequence[Run] = ()
     size_bytes = 0
+    pieces: Sequence[tuple[int, int, int]] = ()
+    """(GPU address, host address, bytes), where the pages do not follow one another."""
     stream: Stream = None
     event: Event = None
 

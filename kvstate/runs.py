@@ -83,13 +83,30 @@ def leaving(seq: Sequence, geometry: Geometry) -> Operands:
     }
 
 
-def hosted(seq: Sequence) -> Operands:
-    """What a sequence has on the host, and what it has lost."""
+def hosted(seq: Sequence, opened: int = 0) -> Operands:
+    """What a sequence has on the host, and what it has lost and does not get now."""
     if seq.slots:
         return {"held": ((seq.pages, 0, seq.held_pages),), "slots": seq.slots}
     if seq.state == DROPPED.code:
-        return {"dropped": ((seq.pages, 0, seq.dropped_pages),)}
+        return {"dropped": ((seq.pages, opened, seq.dropped_pages),)}
     return {}
+
+
+def pieces(
+    base: int, address: int, block_bytes: int, pages: Iterable[int], slots: Iterable[int]
+) -> list[tuple[int, int, int]]:
+    """(GPU address, host address, bytes) for pages of a range and their host slots, joined where
+    both follow one another."""
+    found: list[tuple[int, int, int]] = []
+    for page, slot in zip(pages, slots, strict=True):
+        gpu, host = base + page * block_bytes, address + slot * block_bytes
+        if found:
+            first, on_host, size = found[-1]
+            if (first + size, on_host + size) == (gpu, host):
+                found[-1] = (first, on_host, size + block_bytes)
+                continue
+        found.append((gpu, host, block_bytes))
+    return found
 
 
 def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:

@@ -18,8 +18,14 @@ import numpy.typing as npt
 from kvstate.arena import Range
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
+from kvstate.index import Identity, Node
 from kvstate.plan import Cells, Run
-from kvstate.spec.page import DROPPED, HOST_HELD_ACTIVE, HOST_HELD_COMMITTED
+from kvstate.spec.page import (
+    DROPPED,
+    HOST_HELD_ACTIVE,
+    HOST_HELD_COMMITTED,
+    HOST_HELD_PRIVATE,
+)
 from kvstate.spec.sequence import CREATED, SEQUENCE
 from kvstate.spec.transfer import ISSUED, STEP_ISSUED
 
@@ -27,6 +33,7 @@ if TYPE_CHECKING:
     from kvstate.manager import Manager
 
 Column = npt.NDArray[np.int64]
+_HELD = (HOST_HELD_ACTIVE, HOST_HELD_COMMITTED, HOST_HELD_PRIVATE)
 
 
 class Columns:
@@ -72,15 +79,21 @@ class Columns:
 class Transfer:
     """A copy between tiers that was issued, or (with neither direction) a wait for an event."""
 
-    __slots__ = ("inward", "kind", "life", "outward", "range", "seq", "slots", "state", "token")
+    __slots__ = (
+        "inward", "keeps", "kind", "life", "nodes", "onboards", "outward", "range", "seq", "slots",
+        "state", "token",
+    )  # fmt: skip
 
     def __init__(
-        self, token: int, seq: Sequence, range_: Range, slots: Sequence_[Run],
-        *, outward: bool = False, inward: bool = False,
+        self, token: int, seq: Sequence, range_: Range, slots: Sequence_[Run] = (),
+        nodes: Sequence_[Node] = (), *, outward: bool = False, inward: bool = False,
+        keeps: bool = False, onboards: bool = False,
     ) -> None:  # fmt: skip
         self.token, self.seq, self.range, self.slots = token, seq, range_, slots
-        self.outward, self.inward = outward, inward
-        self.kind = "transfer" if outward or inward else "fence"
+        self.nodes = nodes
+        """What the index calls the pages that it keeps, or that are hits."""
+        self.outward, self.inward, self.keeps, self.onboards = outward, inward, keeps, onboards
+        self.kind = "transfer" if outward or inward or keeps or onboards else "fence"
         """As what it holds its range: a copy, or a wait for the caller's event."""
         self.life = seq.life
         self.state = ISSUED.code
@@ -93,6 +106,11 @@ class Transfer:
         self.state = code
 
     @property
+    def loads(self) -> bool:
+        """It brings bytes to the GPU."""
+        return self.inward or self.onboards
+
+    @property
     def current(self) -> bool:
         """The sequence's bytes still live the life that the transfer was issued in."""
         return self.seq.life == self.life
@@ -102,16 +120,24 @@ class Sequence:
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
-        "_life", "columns", "commits", "extent_frames", "held_tokens", "keys", "kv", "max_tokens",
-        "pages", "range", "row", "salt", "slots", "state", "stream", "transfer", "uid",
+        "_life", "columns", "commits", "extent_frames", "held_tokens", "identity", "keys", "kv",
+        "matched_tokens", "max_tokens", "nodes", "pages", "prompt", "range", "row", "slots",
+        "state", "stream", "transfer", "uid",
     )  # fmt: skip
 
     def __init__(
-        self, kv: Manager, uid: int, row: int, max_tokens: int, salt: bytes, commits: bool
-    ) -> None:
+        self, kv: Manager, uid: int, row: int, max_tokens: int, identity: Identity, prompt: bytes,
+        commits: bool,
+    ) -> None:  # fmt: skip
         self.kv, self.uid, self.row = kv, uid, row
         self.columns = kv.columns
-        self.max_tokens, self.salt, self.commits = max_tokens, salt, commits
+        self.max_tokens, self.identity, self.commits = max_tokens, identity, commits
+        self.prompt = prompt
+        """The ids that it is known to begin with, as int32: of its prompt, or of an earlier
+        life."""
+        self.matched_tokens = 0
+        """Tokens of its prompt whose bytes somebody else had written. Known for sure after
+        `resume`."""
         self.extent_frames = kv.geometry.extent(max_tokens)
         """The addresses that its range must have, in frames."""
         self._life = int(self.columns.life[row])
@@ -128,6 +154,8 @@ class Sequence:
         self.stream: Stream = None
         self.keys: list[bytes] = []
         """The token ids of each committed block, as int32 bytes."""
+        self.nodes: list[Node] = []
+        """What the index calls each committed block. One that is gone from it is of no use."""
 
     def __str__(self) -> str:
         return f"sequence {self.uid}"
@@ -165,7 +193,7 @@ class Sequence:
     @property
     def loading(self) -> bool:
         """A copy of it to the GPU is in flight."""
-        return self.transfer is not None and self.transfer.inward
+        return self.transfer is not None and self.transfer.loads
 
     @property
     def committing(self) -> bool:
@@ -218,7 +246,7 @@ class Sequence:
     def held_pages(self) -> int:
         """Pages that are on the host."""
         states = self.pages.states
-        return states.count(HOST_HELD_ACTIVE.code) + states.count(HOST_HELD_COMMITTED.code)
+        return sum(states.count(state.code) for state in _HELD)
 
     @property
     def dropped_pages(self) -> int:
@@ -226,10 +254,13 @@ class Sequence:
         return self.pages.states.count(DROPPED.code)
 
     def forget_tokens(self) -> None:
-        """Its bytes are gone: it has no tokens and knows none."""
+        """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""
+        known = b"".join(self.keys)
+        self.prompt = max(self.prompt, known, key=len)
         self.columns.known[self.row] = 0
         self.columns.set_lengths(self.row, 0)
-        self.slots, self.keys, self.held_tokens = (), [], 0
+        self.slots, self.keys, self.nodes, self.held_tokens = (), [], [], 0
+        self.matched_tokens = 0
 
     # What a caller does.
 

@@ -163,17 +163,22 @@ class Stepping(Core):
         ids = np.atleast_1d(np.asarray(tokens, np.int32)).ravel()
         known, block = seq.committed_tokens, self.config.tokens_per_block
         self._check_length(seq, "commit", known, known + len(ids), seq.length_tokens)
-        full = (known + len(ids)) // block
-        plan = self.flight.plan()
-        plan.operands = {"filled": ((seq.pages, known // block, full),)}
-        plan.move(_COMMIT, seq)
-        self.flight.settle(plan)
         open_block = self.columns.open_block[seq.row]
         ids = np.concatenate([open_block[: known % block], ids])
         whole = len(ids) - len(ids) % block
-        seq.keys += [ids[at : at + block].tobytes() for at in range(0, whole, block)]
+        self._name(seq, [ids[at : at + block].tobytes() for at in range(0, whole, block)])
         open_block[: len(ids) - whole] = ids[whole:]
-        self.columns.known[seq.row] = full * block + len(ids) - whole
+        self.columns.known[seq.row] += len(ids) - known % block
+
+    def _name(self, seq: Sequence, keys: list[bytes]) -> None:
+        """The next blocks are full and known: the index names them, or names others."""
+        naming = self.reuse.naming(seq, keys)
+        plan = self.flight.plan()
+        plan.operands = naming.operands
+        plan.move(_COMMIT, seq)
+        self.flight.settle(plan)
+        seq.keys += keys
+        self.reuse.named(seq, naming)
 
     def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
         """Commit one token of every sequence of the batch: what `commit` does for one, for all.
@@ -190,17 +195,11 @@ class Stepping(Core):
         if ids.shape != places.shape or np.count_nonzero(places >= columns.settled[rows]):
             self._refuse_commit(batch, ids)
         full = np.flatnonzero((places + 1) % block == 0).tolist()
-        plan = self.flight.plan()
-        for at in full:
-            seq, page = batch.seqs[at], int(places[at]) // block
-            plan.operands = {"filled": ((seq.pages, page, page + 1),)}
-            plan.move(_COMMIT, seq)
-        plan.settle()
         columns.open_block[rows, places % block] = ids
         columns.known += batch.mask
         for at in full:
             seq = batch.seqs[at]
-            seq.keys.append(columns.open_block[seq.row].tobytes())
+            self._name(seq, [columns.open_block[seq.row].tobytes()])
 
     def _check_commit(self, batch: Batch) -> None:
         """Find every member ready to commit; that holds until a state changes."""

@@ -10,7 +10,7 @@ import numpy as np
 
 from kvstate.plan import Cells, Frames, Run
 from kvstate.spec.frame import ABSENT, COMING, FRAME, MAPPED, PARKED, POOLED
-from kvstate.spec.host import DRAINING, FREE, HELD_READ, HOST
+from kvstate.spec.host import DRAINING, FILLING, FREE, HELD_READ, HOST, STALE, STALE_HELD
 
 
 class FrameBudget:
@@ -61,6 +61,10 @@ class HostSlots:
         self.counts = [0] * len(HOST.states)
         self.counts[FREE.code] = slots
         self.cells = Cells(self, bytearray([FREE.code]) * slots, self.counts)
+        self.pages = Cells("the index", bytearray(slots))
+        """The records of pages that are nobody's, by their slots."""
+        self.readers: dict[int, set[int]] = {}
+        """Copies to the GPU that read what is nobody's: their tokens, by slot."""
         self.address = 0
         self._cursor = 0
 
@@ -80,7 +84,12 @@ class HostSlots:
     @property
     def coming(self) -> int:
         """Slots that become free when copies end."""
-        return self.counts[DRAINING.code] + self.counts[HELD_READ.code]
+        return sum(self.counts[state.code] for state in (DRAINING, HELD_READ, FILLING, STALE_HELD))
+
+    @property
+    def stale(self) -> int:
+        """Slots whose pages are nobody's: they can be had for the asking."""
+        return self.counts[STALE.code]
 
     def room(self, count: int) -> list[Run] | None:
         """Free slots for that many pages, in as few runs as can be; None if there are too few.

@@ -72,6 +72,7 @@ class Create(Call, frozen=True, kw_only=True):
 
     seq: Name
     max_tokens: int
+    prompt: list[Id] = []
     salt: str = ""
     commit: bool = True
 

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from kvstate.manager import Manager
 from kvstate.plan import Run
 from kvstate.sequence import Columns, Sequence, Step
-from kvstate.spec.facts import RangeFact, SequenceFact, StepFact, TransferFact, View
+from kvstate.spec.facts import BlockFact, RangeFact, SequenceFact, StepFact, TransferFact, View
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -30,6 +30,11 @@ def view(kv: Manager) -> View:
         pool_ids=tuple(kv.gpu.pool.ids),
         host_counts=tuple(kv.host.counts),
         host_states=bytes(kv.host.cells.states),
+        host_pages=bytes(kv.host.pages.states),
+        readers={slot: frozenset(tokens) for slot, tokens in kv.host.readers.items()},
+        blocks=tuple(_blocks(kv)),
+        index_faults=tuple(kv.reuse.index.check()),
+        reuses=kv.reuse.enabled,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
         transfers=tuple(_transfers(kv)),
@@ -57,7 +62,28 @@ def _sequence(seq: Sequence) -> SequenceFact:
         slots=_slots(seq.slots),
         transfer=None if seq.transfer is None else seq.transfer.token,
         committing=seq.committing,
+        tenant=seq.identity.salt,
+        keys=tuple(seq.keys),
+        blocks=tuple(id(node) if node.findable else None for node in seq.nodes),
     )
+
+
+def _blocks(kv: Manager) -> list[BlockFact]:
+    return [
+        BlockFact(
+            name=id(node),
+            parent=None if node.parent is None else id(node.parent),
+            ordinal=node.ordinal,
+            tenant=node.root.identity.salt,
+            key=node.key,
+            owner=node.owner.uid if isinstance(node.owner, Sequence) else None,
+            slot=node.slot,
+            holders=frozenset(node.holders),
+            line=tuple(kv.reuse.lines.get(node, ())),
+        )
+        for node in kv.reuse.index
+        if node.root is not None
+    ]
 
 
 def _ranges(kv: Manager) -> list[RangeFact]:
@@ -85,6 +111,8 @@ def _transfers(kv: Manager) -> list[TransferFact]:
             current=item.seq.transfer is item,
             outward=item.outward,
             inward=item.inward,
+            keeps=item.keeps,
+            onboards=item.onboards,
             range=item.range.number,
             slots=_slots(item.slots),
         )

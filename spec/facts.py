@@ -31,6 +31,11 @@ class SequenceFact:
     slots: tuple[int, ...]
     transfer: int | None
     committing: bool
+    tenant: bytes
+    keys: tuple[bytes, ...]
+    """The token ids of each committed block, as bytes."""
+    blocks: tuple[int | None, ...]
+    """What the index calls each of them; None if it has that one no more."""
 
 
 @frozen
@@ -57,8 +62,28 @@ class TransferFact:
     current: bool
     outward: bool
     inward: bool
+    keeps: bool
+    onboards: bool
     range: int
     slots: tuple[int, ...]
+
+
+@frozen
+class BlockFact:
+    """A block that the index names."""
+
+    name: int
+    parent: int | None
+    ordinal: int
+    tenant: bytes
+    key: bytes
+    """Its token ids, as bytes."""
+    owner: int | None
+    """The sequence whose page is canonical."""
+    slot: int | None
+    holders: frozenset[tuple[str, int]]
+    line: tuple[int, ...]
+    """Sequences with pages of their own of the same tokens, the first in line first."""
 
 
 @frozen
@@ -130,6 +155,14 @@ class View:
     pool_ids: tuple[int, ...]
     host_counts: tuple[int, ...]
     host_states: bytes
+    host_pages: bytes
+    """The records of pages that are nobody's, by slot."""
+    readers: Mapping[int, frozenset[int]]
+    """Copies that read what is nobody's, by slot."""
+    blocks: tuple[BlockFact, ...]
+    index_faults: tuple[str, ...]
+    """What the index itself finds wrong with its books."""
+    reuses: bool
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]
     transfers: tuple[TransferFact, ...]

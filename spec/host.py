@@ -2,9 +2,10 @@
 
 A slot that a copy names is never free: COMING is written by one, HELD_READ is read by one,
 DRAINING was abandoned by its owner while one of these was in flight and is free when that copy
-ends, however it ends. Only a page's suspended sequence needs the bytes of a HELD slot, so nothing
-here may be evicted: when the tier is full, suspending fails and the sequence stays as it was
-(report B119).
+ends, however it ends. Only a page's suspended sequence needs the bytes of a HELD slot, so never
+a HELD one may be evicted: when the tier is full of them, suspending fails and the sequence stays as
+it was (report B119). What may be evicted is STALE, and nothing else: pages that outlived their
+owners, which a newcomer with the same prefix may use.
 """
 
 from typing import Final
@@ -25,18 +26,31 @@ DRAINING: Final = State(
 
 _SCRUB_FAILS = "the manager is poisoned: old bytes would be readable"
 
+FILLING: Final = State(
+    5, "FILLING", "the destination of a page that outlives its owner", payer="index", place="host"
+)
+STALE: Final = State(
+    6, "STALE", "the canonical copy of a page that is nobody's: to be had for the asking",
+    payer="index", place="host",
+)  # fmt: skip
+STALE_HELD: Final = State(
+    7, "STALE_HELD", "stale, and copies to the GPU read it", payer="index", place="host"
+)
+
 HOST: Final = Table(
     "host",
     "who pays for room for one page in host memory",
     runs=True,
     owner="the host tier",
-    states=(FREE, COMING, HELD, HELD_READ, DRAINING),
+    states=(FREE, COMING, HELD, HELD_READ, DRAINING, FILLING, STALE, STALE_HELD),
     rows=(
         Row("reserve", FREE, COMING, "a suspend takes its room before it touches anything"),
         Row("arrive", COMING, HELD, "the bytes are here"),
+        Row("arrive", FILLING, STALE, "the bytes are here, for whoever has the same prefix"),
         Row("arrive", DRAINING, FREE, "nobody wants them any more",
             action="scrub", failure=_SCRUB_FAILS),
-        *rows("lose", (COMING, FREE), (DRAINING, FREE), why="the copy from the GPU failed",
+        *rows("lose", (COMING, FREE), (DRAINING, FREE), (FILLING, FREE),
+              why="the copy from the GPU failed",
               action="scrub", failure=_SCRUB_FAILS),
         Row("read", HELD, HELD_READ, "its sequence resumes: a copy to the GPU reads it"),
         *rows("loaded", (HELD_READ, FREE), (DRAINING, FREE), why="the copy to the GPU is done",
@@ -48,5 +62,14 @@ HOST: Final = Table(
             action="scrub", failure=_SCRUB_FAILS),
         *rows("abandon", (COMING, DRAINING), (HELD_READ, DRAINING),
               why="its sequence drops or closes while a copy names the slot"),
+        # Pages that outlive their owners.
+        Row("stash", FREE, FILLING, "a close keeps what was committed"),
+        Row("bequeath", HELD, STALE, "the owner closes and leaves its copy"),
+        *rows("serve", (STALE, STALE_HELD), (STALE_HELD, STALE_HELD),
+              why="a newcomer with the same prefix copies it to the GPU"),
+        Row("served", STALE_HELD, STALE, "the last copy that reads it has ended"),
+        Row("evict", STALE, FREE, "room is wanted, or the prefix before it is gone",
+            action="scrub", failure=_SCRUB_FAILS),
+        Row("evict", FILLING, DRAINING, "the prefix before it is gone while a copy writes it"),
     ),
 )  # fmt: skip

@@ -16,13 +16,18 @@ from functools import cache
 from itertools import pairwise
 from typing import Any, Final
 
-from attrs import frozen
+from attrs import evolve, frozen
 
 from kvstate.spec import frame, host, page, sequence
 from kvstate.spec import range as range_
-from kvstate.spec.facts import Ledger, SequenceFact, View, Work
+from kvstate.spec.facts import BlockFact, Ledger, SequenceFact, View, Work
 
 INT31: Final = (1 << 31) - 1
+_ROLES: Final = bytes.maketrans(
+    bytes([page.PRIVATE.code, page.LOADING_PRIVATE.code, page.HOST_HELD_PRIVATE.code]),
+    bytes([page.COMMITTED.code, page.LOADING_COMMITTED.code, page.HOST_HELD_COMMITTED.code]),
+)
+"""Both are full and read-only."""
 
 
 @frozen
@@ -58,11 +63,28 @@ def laws(kind: str) -> tuple[Law, ...]:
     return tuple(law for law in LAWS if law.kind == kind)
 
 
-_LOADING: Final = bytes([page.LOADING_ACTIVE.code, page.LOADING_COMMITTED.code])
+_LOADING: Final = bytes(
+    state.code for state in (page.LOADING_ACTIVE, page.LOADING_COMMITTED, page.LOADING_PRIVATE)
+)
 _READABLE: Final = frozenset(state.code for state in page.PAGE.states if state.readable)
 _WRITABLE: Final = frozenset(state.code for state in page.PAGE.states if state.writable)
 _TAIL: Final = bytes([frame.PARKED.code])
-_HELD: Final = bytes([page.HOST_HELD_ACTIVE.code, page.HOST_HELD_COMMITTED.code])
+_HELD: Final = bytes(
+    state.code
+    for state in (page.HOST_HELD_ACTIVE, page.HOST_HELD_COMMITTED, page.HOST_HELD_PRIVATE)
+)
+_CANONICAL: Final = frozenset(
+    state.code for state in (page.COMMITTED, page.LOADING_COMMITTED, page.HOST_HELD_COMMITTED)
+)
+_PRIVATE: Final = frozenset(
+    state.code for state in (page.PRIVATE, page.LOADING_PRIVATE, page.HOST_HELD_PRIVATE)
+)
+_NOBODYS: Final = {
+    host.FILLING.code: page.LOADING_STALE.code,
+    host.STALE.code: page.STALE.code,
+    host.STALE_HELD.code: page.STALE.code,
+}
+"""Slots of pages that are nobody's, and what is on record of these pages."""
 
 
 @_law(1, "conservation", "always", "every frame and host slot is in exactly one place")
@@ -81,7 +103,10 @@ def conservation(view: View) -> Iterator[str]:
 
 
 def _slots_have_one_user(view: View) -> Iterator[str]:
-    users: Counter[int] = Counter()
+    users = Counter(block.slot for block in view.blocks if block.slot is not None)
+    for slot in users:
+        if view.host_states[slot] not in _NOBODYS:
+            yield f"host slot {slot} is {_slot(view, slot)}, and in the index"
     for seq in view.sequences:
         users.update(seq.slots)
     draining = Counter(
@@ -93,8 +118,8 @@ def _slots_have_one_user(view: View) -> Iterator[str]:
     for slot, code in enumerate(view.host_states):
         wanted = 0 if code in (host.FREE.code, host.DRAINING.code) else 1
         if users[slot] != wanted:
-            yield f"host slot {slot} is {host.HOST.states[code]} and has {users[slot]} sequences"
-        if draining[slot] != (code == host.DRAINING.code):
+            yield f"host slot {slot} is {host.HOST.states[code]} and has {users[slot]} users"
+        if bool(draining[slot]) != (code == host.DRAINING.code):
             yield f"host slot {slot} is {host.HOST.states[code]}, drained by {draining[slot]}"
 
 
@@ -113,7 +138,8 @@ def named_holders(view: View) -> Iterator[str]:
         if not fenced and any(kind == "steps" for kind, _ in fact.holders):
             yield f"range {fact.number} is not FENCED, but held by steps"
     for copy in view.transfers:
-        kind = "transfer" if copy.outward or copy.inward else "fence"
+        moves = copy.outward or copy.inward or copy.keeps or copy.onboards
+        kind = "transfer" if moves else "fence"
         if (kind, copy.token) not in held.get(copy.range, ()):
             yield f"transfer {copy.token} does not hold range {copy.range}"
     naming = Counter(row for step in view.steps for row in step.rows)
@@ -148,11 +174,80 @@ def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[st
             yield f"{name} touches host slot {slot}, which is free"
 
 
+@_law(5, "index coherence", "always", "what the index names still has those bytes")
+def index_coherence(view: View) -> Iterator[str]:
+    """A block's owner has it canonical and readable, its slot has it, and nothing is left out."""
+    yield from (f"the index: {fault}" for fault in view.index_faults)
+    sequences = {seq.uid: seq for seq in view.sequences}
+    slots = {block.slot for block in view.blocks}
+    for block in view.blocks:
+        if block.owner is not None:
+            yield from _names(block, sequences.get(block.owner), _CANONICAL)
+        for uid in block.line:
+            yield from _names(block, sequences.get(uid), _PRIVATE)
+    owned = {(block.owner, block.ordinal) for block in view.blocks}
+    for seq in view.sequences if view.reuses else ():
+        for at, code in enumerate(seq.pages):
+            if code in _CANONICAL and (seq.uid, at) not in owned:
+                yield f"page {at} of sequence {seq.uid} is committed and not in the index"
+    for slot, code in enumerate(view.host_states):
+        if view.host_pages[slot] != _NOBODYS.get(code, page.VACANT.code):
+            yield f"host slot {slot} is {_slot(view, slot)}, its page {view.host_pages[slot]}"
+        if code in _NOBODYS and slot not in slots:
+            yield f"host slot {slot} is {_slot(view, slot)} and not in the index"
+
+
+def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) -> Iterator[str]:
+    """The sequence has that very block, in one of these states."""
+    if seq is None:
+        yield f"block {block.ordinal} is said to be of a sequence that is gone"
+    elif block.ordinal >= len(seq.blocks) or seq.blocks[block.ordinal] != block.name:
+        yield f"block {block.ordinal} is said to be of sequence {seq.uid}, which has another"
+    elif seq.pages[block.ordinal] not in codes:
+        state = page.PAGE.states[seq.pages[block.ordinal]]
+        yield f"block {block.ordinal} is of sequence {seq.uid}, whose page is {state}"
+
+
+@_law(6, "whole keys", "always", "a block is found by equal inputs only")
+def whole_keys(view: View) -> Iterator[str]:
+    """What the index calls a sequence's blocks are blocks of the same tokens and tenant."""
+    known = {block.name: block for block in view.blocks}
+    for seq in view.sequences if view.reuses else ():
+        if seq.state == sequence.CLOSING.code:
+            continue
+        if len(seq.blocks) != len(seq.keys) or len(seq.keys) != seq.known // view.tokens_per_block:
+            yield f"sequence {seq.uid} knows {seq.known} tokens, {len(seq.blocks)} blocks"
+        parent = None
+        for at, (name, key) in enumerate(zip(seq.blocks, seq.keys, strict=False)):
+            block = known[name] if name is not None else None
+            if block is None:
+                break
+            if (block.key, block.tenant, block.ordinal) != (key, seq.tenant, at):
+                yield f"block {at} of sequence {seq.uid} is another in the index"
+            if block.parent != parent:
+                yield f"block {at} of sequence {seq.uid} has another before it in the index"
+            parent = name
+
+
+@_law(7, "a hit stays", "always", "what a copy reads is held until the copy has ended")
+def hits_stay(view: View) -> Iterator[str]:
+    """Each slot that is nobody's knows the copies that read it, and is held while there are any."""
+    reading: dict[int, set[int]] = {}
+    for copy in view.transfers:
+        for slot in copy.slots if copy.onboards else ():
+            reading.setdefault(slot, set()).add(copy.token)
+    if reading != view.readers:
+        yield f"copies read {reading}, the books say {dict(view.readers)}"
+    for slot, code in enumerate(view.host_states):
+        if (code == host.STALE_HELD.code) != (slot in reading):
+            yield f"host slot {slot} is {_slot(view, slot)}, and read by {reading.get(slot)}"
+
+
 @_law(8, "all or nothing", "change", "a failed call changes no sequence")
 def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterator[str]:
     """Sequences that completions did not touch are the same, and so is where their bytes are.
 
-    Parked, pooled and coming memory may have changed places.
+    Parked, pooled and coming memory may have changed places, and nobody's pages may be gone.
     """
     old = {seq.uid: seq for seq in before.sequences if seq.uid not in touched}
     new = {seq.uid: seq for seq in after.sequences if seq.uid not in touched}
@@ -160,10 +255,16 @@ def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterat
         yield f"sequence {uid} appeared or vanished in a call that failed"
     charged_before, charged_after = _memory(before), _memory(after)
     for uid in old.keys() & new.keys():
-        if old[uid] != new[uid]:
+        if _same(old[uid]) != _same(new[uid]):
             yield f"sequence {uid} changed from {old[uid]} to {new[uid]}"
         if charged_before.get(uid) != charged_after.get(uid):
             yield f"the memory of sequence {uid} changed"
+
+
+def _same(seq: SequenceFact) -> SequenceFact:
+    """What a failed call must not change. Whose page is canonical may have changed: it may have
+    evicted somebody else's."""
+    return evolve(seq, pages=seq.pages.translate(_ROLES), blocks=())
 
 
 def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
@@ -176,7 +277,7 @@ def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
 def loading_pages(view: View) -> Iterator[str]:
     """A page is LOADING exactly while a copy of this life fills it; else what is there is
     readable."""
-    filling = {copy.uid for copy in view.transfers if copy.inward and copy.current}
+    filling = {c.uid for c in view.transfers if (c.inward or c.onboards) and c.current}
     for seq in view.sequences:
         loading = sum(seq.pages.count(code) for code in _LOADING)
         if bool(loading) != (seq.uid in filling):
@@ -207,11 +308,13 @@ def one_terminal(view: View) -> Iterator[str]:
 def leaving_releases(view: View) -> Iterator[str]:
     """Only an ACTIVE sequence has a range, only one with pages on the host has slots."""
     owners = Counter(seq.range for seq in view.sequences if seq.range is not None)
+    onboarding = {copy.uid for copy in view.transfers if copy.onboards and copy.current}
     for seq in view.sequences:
         active = seq.state == sequence.ACTIVE.code
         if active != (seq.range is not None):
             yield f"sequence {seq.uid} is {_name(seq)} and has range {seq.range}"
-        on_host = sum(seq.pages.count(code) for code in _HELD + _LOADING)
+        own = _HELD if seq.uid in onboarding else _HELD + _LOADING
+        on_host = sum(seq.pages.count(code) for code in own)
         if len(seq.slots) != on_host:
             yield f"sequence {seq.uid} has {len(seq.slots)} slots and {on_host} pages on the host"
         if not active and seq.capacity:
@@ -239,9 +342,10 @@ def progress(view: View, error: Any) -> Iterator[str]:
         if error.needed <= had:
             yield f"refused {error.needed} frames with {had} free, parked or coming"
     if place == "host" and hasattr(error, "needed"):
-        had = view.host_counts[host.FREE.code] + view.host_counts[host.DRAINING.code]
+        states = (host.FREE, host.DRAINING, host.STALE, host.STALE_HELD, host.FILLING)
+        had = sum(view.host_counts[state.code] for state in states)
         if error.needed <= had:
-            yield f"refused {error.needed} host slots with {had} free or draining"
+            yield f"refused {error.needed} host slots with {had} free, draining or nobody's"
     if place == "gate" and not any(seq.state == sequence.ACTIVE.code for seq in view.sequences):
         yield "the gate refused although nothing runs"
 
@@ -350,7 +454,7 @@ def _pages_in_order(view: View, seq: SequenceFact) -> Iterator[str]:
 
 def _expect(seq: SequenceFact, runs: tuple[tuple[Any, int], ...]) -> Iterator[str]:
     expected = b"".join(bytes([state.code]) * count for state, count in runs)
-    if seq.pages.rstrip(b"\0") != expected.rstrip(b"\0"):
+    if seq.pages.translate(_ROLES).rstrip(b"\0") != expected.rstrip(b"\0"):
         yield f"sequence {seq.uid} has pages {seq.pages.hex()}, its lengths say {expected.hex()}"
 
 
@@ -370,11 +474,39 @@ def no_writer(view: View) -> Iterator[str]:
                 yield f"step {step.number} writes page {first} of sequence {seq.uid}: {state}"
 
 
+@_law(21, "tier order", "always", "whoever has a block has the block before it")
+def tier_order(view: View) -> Iterator[str]:
+    """Owners and those in line for a block are that for its parent too: so nothing that somebody
+    has is cut off."""
+    users = {b.name: {b.owner, *b.line} - {None} for b in view.blocks}
+    for block in view.blocks:
+        if block.parent is not None and not users[block.name] <= users[block.parent]:
+            missing = users[block.name] - users[block.parent]
+            yield f"block {block.ordinal} is of {missing}, the one before it is not"
+        if block.owner is None and block.slot is None:
+            yield f"block {block.ordinal} has its bytes nowhere"
+
+
+@_law(23, "isolation", "always", "nothing is found across tenants")
+def isolation(view: View) -> Iterator[str]:
+    """Whoever owns a block, or is in line for it, is of its tenant."""
+    tenants = {seq.uid: seq.tenant for seq in view.sequences}
+    for block in view.blocks:
+        users = block.line if block.owner is None else (block.owner, *block.line)
+        for uid in users:
+            if tenants.get(uid) != block.tenant:
+                yield f"block {block.ordinal} of tenant {block.tenant!r} is of sequence {uid}"
+
+
 @_law(24, "clean end", "end", "after the last close nothing is held")
 def clean_end(ledger: Ledger) -> Iterator[str]:
     """No frame, mapping, reservation, host memory or pending work is left."""
     if not ledger.empty:
         yield f"the device still holds {ledger}"
+
+
+def _slot(view: View, slot: int) -> str:
+    return host.HOST.states[view.host_states[slot]].name
 
 
 def _name(seq: SequenceFact) -> str:

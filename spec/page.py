@@ -42,12 +42,27 @@ HOST_HELD_COMMITTED: Final = State(
     place="host",
 )  # fmt: skip
 DROPPED: Final = State(8, "DROPPED", "its bytes are gone, its owner lives")
+PRIVATE: Final = State(
+    9, "PRIVATE", "full and read-only; another page is canonical", readable=True, place="gpu"
+)
+LOADING_PRIVATE: Final = State(
+    10, "LOADING_PRIVATE", "a copy from the host fills it; PRIVATE when done", place="gpu"
+)
+HOST_HELD_PRIVATE: Final = State(
+    11, "HOST_HELD_PRIVATE", "of a suspended sequence, on the host; PRIVATE on resume",
+    place="host",
+)  # fmt: skip
+LOADING_STALE: Final = State(
+    12, "LOADING_STALE", "a copy to the host fills it; STALE when done, and not to be found before",
+    place="host",
+)  # fmt: skip
+STALE: Final = State(13, "STALE", "canonical, only on the host, nobody's", place="host")
 
 PAGE: Final = Table(
     "page",
     "what may be done with the bytes of one block in one layer group",
     runs=True,
-    owner="a sequence while it lives; then the range whose memory it is",
+    owner="a sequence while it lives; then the range whose memory it is; the index on the host",
     states=(
         VACANT,
         ACTIVE,
@@ -58,10 +73,16 @@ PAGE: Final = Table(
         HOST_HELD_ACTIVE,
         HOST_HELD_COMMITTED,
         DROPPED,
+        PRIVATE,
+        LOADING_PRIVATE,
+        HOST_HELD_PRIVATE,
+        LOADING_STALE,
+        STALE,
     ),
     rows=(
         # A running sequence.
         Row("open", VACANT, ACTIVE, "its memory is mapped and charged: the sequence may write"),
+        Row("open", DROPPED, ACTIVE, "a dropped sequence gets memory again, and may write"),
         Row("clear", ACTIVE, VACANT, "capacity that was never written is given back"),
         Row("clear", DROPPED, VACANT, "a dropped sequence resumes and is filled again"),
         *rows(
@@ -70,12 +91,31 @@ PAGE: Final = Table(
             (HOST_HELD_ACTIVE, HOST_HELD_COMMITTED),
             why="the block is full and its tokens are known: nobody may write it any more",
         ),
-        Row("reopen", COMMITTED, ACTIVE, "a rewind goes back into a block that nobody shares"),
+        *rows(
+            "yield",
+            (ACTIVE, PRIVATE),
+            (HOST_HELD_ACTIVE, HOST_HELD_PRIVATE),
+            why="the block is full, and the index names the page of somebody who was first",
+        ),
+        *rows(
+            "promote",
+            (PRIVATE, COMMITTED),
+            (LOADING_PRIVATE, LOADING_COMMITTED),
+            (HOST_HELD_PRIVATE, HOST_HELD_COMMITTED),
+            why="the canonical page is gone, and this one has the same tokens",
+        ),
+        *rows(
+            "reopen",
+            (COMMITTED, ACTIVE),
+            (PRIVATE, ACTIVE),
+            why="a rewind goes back into the block; the index does not name it any more",
+        ),
         # To the host and back.
         *rows(
             "hold",
             (ACTIVE, HOST_HELD_ACTIVE),
             (COMMITTED, HOST_HELD_COMMITTED),
+            (PRIVATE, HOST_HELD_PRIVATE),
             why="its sequence is suspended: the bytes leave, the role stays",
             action="copy_out",
             after=("steps",),
@@ -85,6 +125,7 @@ PAGE: Final = Table(
             "load",
             (HOST_HELD_ACTIVE, LOADING_ACTIVE),
             (HOST_HELD_COMMITTED, LOADING_COMMITTED),
+            (HOST_HELD_PRIVATE, LOADING_PRIVATE),
             why="its sequence resumes: the bytes come back and are unreadable until they are here",
             action="copy_in",
             before=("stream",),
@@ -94,13 +135,42 @@ PAGE: Final = Table(
             "arrive",
             (LOADING_ACTIVE, ACTIVE),
             (LOADING_COMMITTED, COMMITTED),
-            why="the copy is done: the page has its role and its bytes again",
+            (LOADING_PRIVATE, PRIVATE),
+            (LOADING_STALE, STALE),
+            why="the copy is done: the page has its role and its bytes",
         ),
         *rows(
             "fail",
             (LOADING_ACTIVE, HOST_HELD_ACTIVE),
             (LOADING_COMMITTED, HOST_HELD_COMMITTED),
+            (LOADING_PRIVATE, HOST_HELD_PRIVATE),
             why="the copy failed: nobody may read the destination, the host copy is still good",
+        ),
+        # What outlives its owner on the host, and comes to somebody else.
+        Row(
+            "stash",
+            VACANT,
+            LOADING_STALE,
+            "its owner closes: what it committed is kept",
+            action="copy_out",
+            after=("steps",),
+            failure="nothing was issued, it is not kept; if the copy itself fails: evict",
+        ),
+        Row("bequeath", VACANT, STALE, "its suspended owner closes and leaves its host copy"),
+        *rows(
+            "evict",
+            (LOADING_STALE, VACANT),
+            (STALE, VACANT),
+            why="its room is wanted, or its bytes never came: the last copy is gone",
+        ),
+        *rows(
+            "onboard",
+            (VACANT, LOADING_PRIVATE),
+            (DROPPED, LOADING_PRIVATE),
+            why="a hit: a newcomer with the same prefix gets its bytes from the host",
+            action="copy_in",
+            before=("stream",),
+            failure="nothing was issued; if the copy fails, the newcomer is dropped",
         ),
         # Giving up bytes, with the owner alive.
         *rows(
@@ -111,6 +181,9 @@ PAGE: Final = Table(
             (LOADING_COMMITTED, DROPPED),
             (HOST_HELD_ACTIVE, DROPPED),
             (HOST_HELD_COMMITTED, DROPPED),
+            (PRIVATE, DROPPED),
+            (LOADING_PRIVATE, DROPPED),
+            (HOST_HELD_PRIVATE, DROPPED),
             why="the bytes are given up; the sequence can compute them again",
         ),
         # Memory whose owner is gone.
@@ -121,6 +194,8 @@ PAGE: Final = Table(
             (COMMITTED, PARKED),
             (LOADING_ACTIVE, PARKED),
             (LOADING_COMMITTED, PARKED),
+            (PRIVATE, PARKED),
+            (LOADING_PRIVATE, PARKED),
             why="the range is freed: mapped memory that nobody may read, until it is adopted",
         ),
         Row("adopt", PARKED, VACANT, "the next sequence takes the range over"),
@@ -129,6 +204,7 @@ PAGE: Final = Table(
             "forget",
             (HOST_HELD_ACTIVE, VACANT),
             (HOST_HELD_COMMITTED, VACANT),
+            (HOST_HELD_PRIVATE, VACANT),
             (DROPPED, VACANT),
             why="its sequence closes while the page has no memory on the GPU",
         ),

@@ -77,5 +77,7 @@ SEQUENCE: Final = Table(
             guard=writing, effect=_ends),
         Row("unload", ACTIVE, SUSPENDED, "the copy to the GPU failed; the host has the bytes",
             guard=loading, effect=_ends),
+        Row("miss", ACTIVE, DROPPED, "the copy of a hit failed: it must compute what it was given",
+            guard=loading, effect=_ends),
     ),
 )  # fmt: skip

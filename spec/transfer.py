@@ -10,8 +10,10 @@ from typing import Final
 from kvstate.spec.expr import flag
 from kvstate.spec.table import Row, State, Table
 
-outward: Final = flag("outward", "copies pages to the host")
-inward: Final = flag("inward", "copies pages to the GPU; if neither, it only waits for an event")
+outward: Final = flag("outward", "copies the sequence's own pages to the host")
+inward: Final = flag("inward", "copies the sequence's own pages to the GPU")
+keeps: Final = flag("keeps", "copies pages that outlive their owner to the host")
+onboards: Final = flag("onboards", "copies pages to the GPU that somebody else has written")
 current: Final = flag("current", "the sequence's bytes still live the life it was issued in")
 
 ISSUED: Final = State(0, "ISSUED", "the device may run it at any moment", initial=True)
@@ -22,7 +24,7 @@ TRANSFER: Final = Table(
     "transfer",
     "a copy between tiers, or a wait for the caller's event",
     owner="the manager, until its terminal",
-    variables=(outward, inward, current),
+    variables=(outward, inward, keeps, onboards, current),
     states=(ISSUED, DONE, FAILED),
     rows=(
         Row("done", ISSUED, DONE, "the device reports it done", holds=("-transfer", "-fence")),

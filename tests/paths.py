@@ -2,20 +2,25 @@
 
 A breadth-first search over public calls on a tiny configuration, one sequence at a time. What is
 found depends on the tables and the manager alone, so a new row gets its program, and with it its
-tests, without anybody writing one.
+tests, without anybody writing one. Rows that take two sequences at a time are found by drawing
+calls, and shrinking what fires them.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Iterator
-from functools import cache
+from collections.abc import Iterable, Iterator
+from functools import cache, partial
+from random import Random
 
 from attrs import define, field, frozen
 
 from kvstate import trace
+from kvstate.campaign.fuzz import EPISODE_CALLS
 from kvstate.campaign.legal import is_legal
 from kvstate.campaign.player import Player
+from kvstate.campaign.rules import draw, draw_weights
+from kvstate.campaign.shrink import shrink
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.gpu import NullDevice
 from kvstate.spec.compiled import row_key
@@ -44,6 +49,22 @@ HEADER = header()
 SEQUENCES = 2
 """How many sequences a program may create, one after the other."""
 DEPTH = 8
+EPISODES = 400
+_TWO: list[trace.AnyCall] = [
+    trace.Create(seq=1, max_tokens=8),
+    trace.Create(seq=2, max_tokens=8),
+    trace.Resume(seq=1),
+    trace.Resume(seq=2),
+    trace.Step(step=3, seqs=[1, 2], tokens=[4, 2]),
+    trace.Settle(step=3),
+    trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
+    trace.Commit(seq=2, tokens=[0, 0]),
+]
+RARE: tuple[list[trace.AnyCall], ...] = (
+    [*_TWO, trace.Suspend(seq=2), trace.Poll(), trace.Resume(seq=2), trace.Drop(seq=1)],
+    [*_TWO, trace.Close(seq=1), trace.Drop(seq=2)],
+)
+"""Programs whose last call fires what is hardly ever drawn."""
 
 ROWS: dict[str, tuple[str, Row]] = {
     row_key(table.name, row): (table.name, row) for table in TABLES.values() for row in table.rows
@@ -85,7 +106,48 @@ def search() -> Found:
                 seen.add(signature)
                 queue.append(child)
             player.abandon()
+    _by_drawing(found)
     return found
+
+
+def _by_drawing(found: Found) -> None:
+    """Rows that take two sequences: drawn programs that fire them, shrunk while they do."""
+    for program in RARE:
+        for key in set(ROWS).difference(found.rows):
+            if _fires(key, program):
+                found.rows[key] = tuple(program)
+    for seed in range(EPISODES):
+        missing = set(ROWS).difference(found.rows)
+        if not missing:
+            return
+        for key, program in _drawn(Random(seed), missing):
+            short = shrink(program, partial(_fires, key))
+            found.rows[key] = tuple(short)
+
+
+def _drawn(random: Random, missing: set[str]) -> Iterator[tuple[str, list[trace.AnyCall]]]:
+    """The missing rows that one episode fires, each with the calls up to there."""
+    player, program = play(()), list[trace.AnyCall]()
+    weights = draw_weights(random)
+    while missing and len(program) < EPISODE_CALLS and player.kv.actor.fault is None:
+        program.append(draw(player, random, weights))
+        before = Counter(player.coverage.rows)
+        player.apply(program[-1])
+        for key in missing.intersection(Counter(player.coverage.rows) - before):
+            missing.remove(key)
+            yield key, list(program)
+    player.abandon()
+
+
+def _fires(key: str, program: Iterable[trace.AnyCall]) -> bool:
+    """Whether the last call of the program fires the row."""
+    player, before = play(()), 0
+    for call in program:
+        before = player.coverage.rows.get(key, 0)
+        player.apply(call)
+    fired = player.coverage.rows.get(key, 0) > before
+    player.abandon()
+    return fired
 
 
 def _children(node: Node) -> Iterator[tuple[Node, Player]]:

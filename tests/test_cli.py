@@ -106,7 +106,7 @@ def test_replay_of_equal_requests_and_of_a_recorded_trace(tmp_path: Path) -> Non
     assert report["requests_finished"] == 12
     path = tmp_path / "run.jsonl"
     with path.open("wb") as file, Manager(small(), NullDevice(), record=file.write) as kv:
-        seq = kv.create(8)
+        seq = kv.create(max_tokens=8)
         seq.resume()
         kv.settle(kv.step(kv.batch([seq]), 3))
         seq.suspend()

@@ -53,7 +53,11 @@ def test_a_campaign_sees_everything_that_must_be_seen(streams: str) -> None:
 
 
 def test_a_campaign_on_the_null_device_sees_every_row() -> None:
-    total = tally(1, 250, NULL)
+    total = Tally()
+    for name in fuzz.episodes(1):
+        total.add(fuzz.episode(name, NULL, "eager"))
+        if all(total.rows[key] for key in ROWS) or total.calls > 150_000:
+            break
     assert total.failures == []
     assert [key for key in ROWS if not total.rows[key]] == []
 

@@ -37,7 +37,7 @@ def fill(kv: Manager, seq: Sequence, tokens: int) -> None:
 
 def start(kv: Manager, tokens: int = 0, max_tokens: int = 16) -> Sequence:
     """An ACTIVE sequence with that many tokens."""
-    seq = kv.create(max_tokens)
+    seq = kv.create(max_tokens=max_tokens)
     seq.resume()
     if tokens:
         fill(kv, seq, tokens)
@@ -58,7 +58,7 @@ def made(kv: Manager, before: dict[str, int]) -> dict[str, int]:
 
 def test_create_holds_no_memory(open_manager: Open) -> None:
     kv = open_manager()
-    seq = kv.create(16, salt=b"tenant")
+    seq = kv.create(max_tokens=16, salt=b"tenant")
     assert (seq.state_name, seq.capacity_tokens, seq.base) == ("CREATED", 0, None)
     assert kv.stats().frames == {"ABSENT": 8}
 
@@ -67,14 +67,14 @@ def test_what_can_never_fit_is_refused_at_once(open_manager: Open) -> None:
     """Report B140: a request larger than the pool must not block the queue."""
     kv = open_manager(frames=3, max_tokens=16)
     with pytest.raises(OutOfFrames, match=r"needs 4 frames: 3 are free.*refused by the limit"):
-        kv.create(16)
-    assert kv.create(12).max_tokens == 12
+        kv.create(max_tokens=16)
+    assert kv.create(max_tokens=12).max_tokens == 12
 
 
 @pytest.mark.parametrize("tokens", [0, -1, 17])
 def test_length_of_a_new_sequence(open_manager: Open, tokens: int) -> None:
     with pytest.raises(IllegalTransition, match=f"max_tokens is {tokens}, not from 1 to 16"):
-        open_manager().create(tokens)
+        open_manager().create(max_tokens=tokens)
 
 
 def test_rows_run_out_and_come_back(open_manager: Open) -> None:
@@ -288,7 +288,7 @@ def test_addresses_come_from_parked_ranges(open_manager: Open) -> None:
     assert seq.state_name == "ACTIVE"
     assert kv.stats().ranges == {"RESERVED": 1}
     start(kv)
-    third = kv.create(4)
+    third = kv.create(max_tokens=4)
     with pytest.raises(OutOfFrames, match="refused by the addresses"):
         third.resume()
 

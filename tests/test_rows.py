@@ -199,7 +199,7 @@ PUBLIC: dict[str, Callable[[Player, Any], object]] = {
     "close": lambda player, seq: player.kv.close_sequence(seq),
 }
 """How a caller makes each event of the sequence table happen."""
-INSIDE = {"shrink", "settle", "leave", "lose", "unload"}
+INSIDE = {"shrink", "settle", "leave", "lose", "unload", "miss"}
 """Events that come with a resize, with a step, or from the device."""
 
 

@@ -71,9 +71,9 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     lines: list[bytes] = []
     device = HostDevice()
     kv = Manager(small(max_sequences=2), device, record=lines.append)
-    seq, other = kv.create(8, salt=b"\x01", commit=False), kv.dummy(4)
+    seq, other = kv.create(max_tokens=8, salt=b"\x01", commit=False), kv.dummy(4)
     other.close()
-    for bad in (lambda: kv.resize(seq, 3), lambda: kv.create(99)):
+    for bad in (lambda: kv.resize(seq, 3), lambda: kv.create(max_tokens=99)):
         with pytest.raises(KvStateError):
             bad()
     seq.resume(device.stream())
@@ -81,7 +81,7 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     seq.resize(8)
     seq.rewind(3)
     seq.stop_committing() if seq.committing else None
-    other = kv.create(8)
+    other = kv.create(max_tokens=8)
     other.resume()
     kv.settle(kv.step(kv.batch([other, seq])))
     kv.commit_each(kv.batch([other]), [7])

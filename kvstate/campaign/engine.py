@@ -147,7 +147,7 @@ class Engine:
                 return
 
     def _start(self, request: Request) -> None:
-        seq = self.kv.create(request.total_tokens)
+        seq = self.kv.create(max_tokens=request.total_tokens)
         story = Story(seq.uid, request.total_tokens, b"", committing=True)
         one = Running(request, seq, story, request.prompt_tokens)
         if self._resume(one):

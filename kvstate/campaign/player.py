@@ -10,7 +10,7 @@ that is ordered wrongly shows as wrong bytes.
 from __future__ import annotations
 
 import traceback
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from collections.abc import Sequence as Ordered
 from pathlib import Path
@@ -22,7 +22,7 @@ from attrs import define, field
 
 from kvstate import trace
 from kvstate.campaign.legal import is_legal
-from kvstate.campaign.model import SegmentRow, Story
+from kvstate.campaign.model import Library, SegmentRow, Story, Writers
 from kvstate.device import SEGMENT, ByteDevice, Check, FillRun, Stream
 from kvstate.errors import (
     CapacityError,
@@ -36,7 +36,8 @@ from kvstate.manager import Manager
 from kvstate.observe import check_end, observe
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
-from kvstate.sequence import Sequence, Step
+from kvstate.reuse import slots_of
+from kvstate.sequence import Sequence, Step, Transfer
 from kvstate.spec.host import FREE
 from kvstate.spec.range import PARKED
 
@@ -113,11 +114,16 @@ class Player:
         self._audit_stream = device.stream()
         self.seqs: dict[int, Played] = {}
         self.steps: dict[int, Launch] = {}
+        self.library = Library(header.config.tokens_per_block)
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = 0
         self.last: int | None = None
         """The sequence that the last call named."""
+        self.planned: deque[trace.AnyCall] = deque()
+        """Calls that a rule wants to come next."""
+        self.head: tuple[bytes, list[int]] = b"", []
+        """Its tenant and the tokens of its first block, before that call."""
         self._lost = False
         """Bytes were lost during the call: what was legal before it may not have been, and
         back."""
@@ -140,6 +146,8 @@ class Player:
 
     def _apply(self, call: trace.AnyCall) -> trace.AnyCall:
         self._lost, self.last = False, getattr(call, "seq", None)
+        if self.last in self.seqs:
+            self.head = self._head(self.seqs[self.last])
         if call.seed is not None:
             self.device.schedule(call.seed)
         self.device.script(call.ended, call.failed)
@@ -193,6 +201,14 @@ class Player:
         self.kv.closed = True
         self.device.close()
 
+    def alike(self) -> list[int]:
+        """Other sequences of the last one's tenant that begin with the same block."""
+        found = [name for name, played in self.seqs.items() if self._head(played) == self.head]
+        return [name for name in found if name != self.last] if self.head[1] else []
+
+    def _head(self, played: Played) -> tuple[bytes, list[int]]:
+        return played.story.tenant, played.story.tokens[: self.config.tokens_per_block]
+
     def next_name(self) -> int:
         """A name that no sequence or step of the program has."""
         self._names += 1
@@ -214,8 +230,11 @@ class Player:
 
     def _create(self, call: trace.Create) -> None:
         salt = bytes.fromhex(call.salt)
-        seq = self.kv.create(call.max_tokens, salt=salt, commit=call.commit)
-        story = Story(seq.uid, call.max_tokens, salt, call.commit)
+        seq = self.kv.create(call.prompt, call.max_tokens, salt=salt, commit=call.commit)
+        block = self.config.tokens_per_block
+        story = Story(
+            seq.uid, call.max_tokens, salt, call.commit, prompt=call.prompt, block_tokens=block
+        )
         self.seqs[call.seq] = Played(seq, story)
 
     def _dummy(self, call: trace.Dummy) -> None:
@@ -233,6 +252,40 @@ class Player:
         self.kv.resume(played.seq, stream)
         self._learn()
         played.story.phase, played.stream = "ACTIVE", stream
+        transfer = played.seq.transfer
+        if transfer is not None and transfer.onboards:
+            self._begin(played, transfer)
+
+    def _begin(self, played: Played, transfer: Transfer) -> None:
+        """It begins with what others wrote: find out who, and that they may have been meant."""
+        seq, story, block = played.seq, played.story, self.config.tokens_per_block
+        tokens = seq.matched_tokens
+        prefix = np.array(story.prompt[:tokens], np.int32).tobytes()
+        self._same(f"{seq}: the tokens of its hit", b"".join(seq.keys), prefix)
+        if tokens % block or tokens >= len(story.prompt):
+            raise Broken("model", f"{seq} hits {tokens} tokens of {len(story.prompt)}")
+        written: list[tuple[int, int]] = []
+        for at, slot in enumerate(slots_of(transfer.slots)):
+            found = self.library.candidates(story, (at + 1) * block)
+            written += self._written_by(seq, found, slot, at * block)
+        story.begin(written)
+
+    def _written_by(
+        self, seq: Sequence, candidates: list[Writers], slot: int, position: int
+    ) -> Writers:
+        """Which of those who may have written a block did, by its bytes on the host."""
+        row, host = self.kv.geometry.row_bytes, self.kv.host
+        for writers in candidates:
+            segments, at = [], 0
+            for count, key in writers:
+                address = host.address + slot * host.block_bytes + at * row
+                segments.append((address, position + at, count, key, -1))
+                at += count
+            check = self.device.verify(self._audit_stream, np.array(segments, SEGMENT))
+            self.device.synchronize(self._audit_stream)
+            if not sum(check.wrong):
+                return writers
+        raise Broken("bytes", f"{seq} hits host slot {slot}, of {len(candidates)} writers none")
 
     def _resize(self, call: trace.Resize) -> None:
         self.kv.resize(self.known(call.seq).seq, call.tokens)
@@ -311,13 +364,18 @@ class Player:
     def _commit(self, call: trace.Commit) -> None:
         played = self.known(call.seq)
         self.kv.commit(played.seq, call.tokens)
-        played.story.known += len(call.tokens)
+        self._name(played.story, call.tokens)
+
+    def _name(self, story: Story, tokens: list[int]) -> None:
+        known = story.known
+        story.name(tokens)
+        self.library.enter(story, known)
 
     def _commiteach(self, call: trace.CommitEach) -> None:
         members = [self.known(name) for name in call.seqs]
         self.kv.commit_each(self.kv.batch(played.seq for played in members), call.tokens)
-        for played in members:
-            played.story.known += 1
+        for played, token in zip(members, call.tokens, strict=True):
+            self._name(played.story, [token])
 
     def _stop(self, call: trace.Stop) -> None:
         played = self.known(call.seq)
@@ -364,7 +422,7 @@ class Player:
             if end.ok or story is None:
                 continue
             self._lost = True
-            if end.outward:
+            if end.outward or end.onboards:
                 story.lose("DROPPED")
             else:
                 story.take_back(story.settled)

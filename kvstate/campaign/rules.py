@@ -28,7 +28,7 @@ FAILURES: Final = {
     trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
     trace.Trim: ("unmap", "release", "quiesce"),
     trace.Drop: ("copy", "record", "fill"),
-    trace.Close: ("copy", "record", "fill"),
+    trace.Close: ("complete", "complete", "copy", "record", "fill"),
     trace.Poll: ("fill",),
 }
 """Device calls that may be told to fail during a call. A failed fill poisons the manager."""
@@ -66,6 +66,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         host=HostTier(slots * sizes.block_bytes) if slots else None,
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
+        write_through=random.choice(("on_free", "on_free", "on_free", "off")),
         adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,
     )
@@ -84,15 +85,21 @@ def draw_weights(random: Random) -> list[float]:
 
 def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
     """The next call: of a rule that has something to draw, at times with a failure to come."""
-    call = _follow_up(player, random) if random.random() < 0.25 else None
+    if player.planned:
+        return dressed(player.planned.popleft(), random)
+    chance = 0.5 if player.alike() else 0.25
+    call = _follow_up(player, random) if random.random() < chance else None
     while call is None:
         call = random.choices(_CHOICES, weights)[0](player, random)
     return dressed(call, random)
 
 
 def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
-    """Another call for the sequence that the last one named: faults live between neighbours."""
-    name = player.last
+    """Another call for the sequence that the last one named, or for one that says the same: faults
+    live between neighbours."""
+    name, alike = player.last, player.alike()
+    if alike and (name not in player.seqs or random.random() < 0.4):
+        name = random.choice(alike)
     if name is None or name not in player.seqs:
         return None
     played = player.seqs[name]
@@ -155,10 +162,48 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
         return None
     most = player.config.max_tokens
     tokens = max(random.randint(1, most), random.randint(1, most))
-    salt = random.choice(("", "", "aa", "bb"))
+    salt, prompt = random.choice((b"", b"", b"\xaa", b"\xbb")), _ids(random, 3)
+    if player.library.known and random.random() < 0.7:
+        tenant, known = random.choice(list(player.library.known)[-12:])
+        salt = tenant if random.random() < 0.9 else salt
+        prompt = [*known, *prompt]
     return trace.Create(
-        seq=player.next_name(), max_tokens=tokens, salt=salt, commit=random.random() < 0.8
-    )
+        seq=player.next_name(), max_tokens=tokens, prompt=prompt, salt=salt.hex(),
+        commit=random.random() < 0.8,
+    )  # fmt: skip
+
+
+def _twins(player: Player, random: Random) -> trace.AnyCall | None:
+    """Two sequences that say the same, the second perhaps less of it: what one of them does
+    matters to the other. The calls that bring them there follow one another."""
+    block, most = player.config.tokens_per_block, player.config.max_tokens
+    if len(player.kv.columns.free) < 2 or most < block:
+        return None
+    names = [player.next_name() for _ in range(2)]
+    lengths = [random.randint(block, min(most, 4 * block)) for _ in names]
+    prompt = [random.randrange(2) for _ in range(max(lengths))]
+    step = player.next_name()
+    pairs = list(zip(names, sorted(lengths, reverse=True), strict=True))
+    calls: list[trace.AnyCall] = [
+        trace.Create(seq=name, max_tokens=most, prompt=prompt) for name in names
+    ]
+    calls += [trace.Resume(seq=name, stream=random.randrange(STREAMS)) for name in names]
+    calls.append(trace.Step(step=step, seqs=names, tokens=[length for _, length in pairs]))
+    calls.append(trace.Settle(step=step))
+    calls += [trace.Commit(seq=name, tokens=prompt[:length]) for name, length in pairs]
+    player.planned.extend(calls[1:])
+    return calls[0]
+
+
+def _ids(random: Random, most: int) -> list[int]:
+    """Token ids of a small vocabulary, so that sequences often say the same."""
+    return [random.randrange(2) for _ in range(random.randint(0, most))]
+
+
+def _next_ids(story: Story, random: Random, count: int) -> list[int]:
+    """The ids of a sequence's next tokens: those of its prompt, and then drawn ones."""
+    ids = story.prompt[story.known : story.known + count] if random.random() < 0.95 else []
+    return ids + [random.randrange(2) for _ in range(count - len(ids))]
 
 
 def _dummy(player: Player, random: Random) -> trace.AnyCall:
@@ -178,8 +223,7 @@ def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
 def _commit(played: Played, random: Random, name: int) -> trace.AnyCall:
     most = played.story.settled - played.story.known
     count = max(0, _within(random, 0, most))
-    ids = [random.randrange(1000) for _ in range(count)]
-    return trace.Commit(seq=name, tokens=ids)
+    return trace.Commit(seq=name, tokens=_next_ids(played.story, random, count))
 
 
 def _within(random: Random, low: int, high: int) -> int:
@@ -215,7 +259,8 @@ def _commit_each(player: Player, random: Random) -> trace.AnyCall | None:
     if not pool:
         return None
     names = random.sample(pool, random.randint(1, len(pool)))
-    return trace.CommitEach(seqs=names, tokens=[random.randrange(1000) for _ in names])
+    ids = [_next_ids(player.seqs[name].story, random, 1)[0] for name in names]
+    return trace.CommitEach(seqs=names, tokens=ids)
 
 
 def _settle(player: Player, random: Random) -> trace.AnyCall | None:
@@ -254,6 +299,7 @@ _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
+    "twins": (0.8, _twins),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
 }  # fmt: skip
 

@@ -107,7 +107,7 @@ def lifecycle() -> dict[str, float]:
     times: dict[str, list[float]] = {"suspend_us": [], "resume_us": [], "close_us": []}
     with opened(2048) as kv:
         for _ in range(REPEATS):
-            seq = kv.create(2048)
+            seq = kv.create(max_tokens=2048)
             seq.resume()
             kv.settle(kv.step(kv.batch([seq]), 20 * BLOCK))
             times["suspend_us"].append(timed(seq.suspend))

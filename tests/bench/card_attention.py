@@ -91,7 +91,7 @@ class Bench:
 
     def created(self, lengths: list[int]) -> list[Sequence]:
         """Sequences of these lengths, with memory."""
-        seqs = [self.kv.create(max(lengths)) for _ in lengths]
+        seqs = [self.kv.create(max_tokens=max(lengths)) for _ in lengths]
         for seq in seqs:
             seq.resume()
         self.kv.settle(self.kv.step(self.kv.batch(seqs), np.array(lengths)))

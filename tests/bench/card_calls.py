@@ -176,7 +176,7 @@ def serve(kv: Manager, requests: int, prompt: int, answer: int) -> int:
     written: dict[Sequence, int] = {}
     while requests or written:
         if requests and len(written) < running:
-            seq = kv.create(prompt + answer)
+            seq = kv.create(max_tokens=prompt + answer)
             seq.resume()
             batch.add(seq)
             written[seq] = 0

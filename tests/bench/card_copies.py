@@ -303,7 +303,7 @@ def _lengths(kv: Manager, random: np.random.Generator) -> list[int]:
 
 
 def _suspended(kv: Manager, tokens: int) -> Sequence:
-    seq = kv.create(tokens)
+    seq = kv.create(max_tokens=tokens)
     seq.resume()
     kv.settle(kv.step(kv.batch([seq]), tokens))
     seq.suspend()

@@ -170,7 +170,7 @@ def _tails(size: int) -> tuple[int, float]:
         max_sequences=SEQUENCES, max_utilization_for_resume=1.0,
     )  # fmt: skip
     with opened(config, NullDevice()) as kv:
-        seqs = [kv.create(int(length)) for length in lengths]
+        seqs = [kv.create(max_tokens=int(length)) for length in lengths]
         for seq in seqs:
             seq.resume()
         kv.settle(kv.step(kv.batch(seqs), lengths))

@@ -416,7 +416,7 @@ LOSES: Final = """
     config = Config(layers=[LayerSpec(1, frame // 16, "float16")], gpu=GpuTier(8 * frame),
                     host=HostTier(8 * frame), tokens_per_block=2, max_tokens=8)
     kv = Manager(config, device)
-    seq = kv.create(8)
+    seq = kv.create(max_tokens=8)
     kv.resume(seq)
     kv.step(kv.batch([seq]), 8)
     device.set_rows(256)
@@ -432,7 +432,7 @@ LOSES: Final = """
         print("FAULT", fault)
     print("POISONED", kv.actor.fault)
     try:
-        kv.create(8)
+        kv.create(max_tokens=8)
     except DeviceFault as fault:
         print("REFUSED", fault)
     kv.close()
@@ -514,7 +514,7 @@ def test_a_manager_of_an_8b_shape_moves_a_sequence_out_and_in(driver: Driver) ->
     device = open_device("cuda")
     with Manager(config, device, debug=True) as kv:
         device.set_rows(kv.geometry.row_bytes)
-        seq = kv.create(4096)
+        seq = kv.create(max_tokens=4096)
         kv.resume(seq)
         kv.settle(kv.step(kv.batch([seq]), 4000))
         assert seq.base is not None

@@ -84,8 +84,8 @@ FAULTS = (
     Fault(
         "wrong target: a committed page comes back from the host writable",
         "spec/page.py",
-        '            (COMMITTED, HOST_HELD_COMMITTED),\n            why="its sequence is susp',
-        '            (COMMITTED, HOST_HELD_ACTIVE),\n            why="its sequence is susp',
+        "            (COMMITTED, HOST_HELD_COMMITTED),\n            (PRIVATE, HOST_HELD_PRIVATE),\n",
+        "            (COMMITTED, HOST_HELD_ACTIVE),\n            (PRIVATE, HOST_HELD_PRIVATE),\n",
     ),
     Fault(
         "wrong target: mapping ahead is charged",

@@ -1,0 +1,801 @@
+"""The prefix index: which full block of which prefix has its bytes somewhere, and where.
+
+A trie of blocks. A child is found by the exact bytes of its key (token ids and extra keys), below a
+root for everything else that the bytes depend on, so equal inputs are compared and never their
+hashes (law 6). Digests only name blocks to the outside.
+
+Rules that hold whatever a caller does:
+
+* **No holes.** Every block here has its bytes on the GPU (an owner) or on the host (a slot). A
+  block that loses the last of them leaves, and everything below it leaves with it: its children
+  could not be reached. Where a cut block's bytes were is returned, since the caller pays for them.
+* **What is held stays.** A hold is on a prefix: it pins the block and all blocks above it, so
+  nobody can skip one (sgl-project/sglang#36350). What would cut a pinned block is refused. Where
+  the bytes are may change under a hold; that they are somewhere may not (law 7).
+* **Victims are leaves of the host tier** (law 21), judged by host slots and never by what is on the
+  GPU (sgl-project/sglang#23537), by age alone. A block with a copy on the GPU is no exception:
+  losing its slot loses no bytes, but if the owner left later, a child on the host would be lost
+  with it. It is preferred no more than its age says either: it costs one copy later, and the
+  blocks of a sequence that just runs are the oldest anyway, since nobody looks them up.
+
+Rejected: a hash as the key (a collision is another tenant's answer); a reference count (a double
+release goes unseen); holding each block of a match by itself (its order is one more rule to keep);
+a free queue in the order of release (NVIDIA/TensorRT-LLM#3735: parents come before children).
+"""
+
+from __future__ import annotations
+
+import heapq
+import secrets
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from hashlib import blake2b
+from itertools import islice
+from typing import Any, Final, Literal, NamedTuple, Protocol
+
+import numpy as np
+import numpy.typing as npt
+from attrs import field, frozen
+
+from kvstate.errors import ConfigError, IllegalTransition
+
+Medium = Literal["GPU", "CPU"]
+GPU: Final = "GPU"
+CPU: Final = "CPU"
+Extra = bytes | tuple[bytes, ...]
+"""What a block depends on besides tokens (an image's digest and place, say): one field or more."""
+Extras = Mapping[int, Extra]
+"""By the ordinal of the block."""
+Holder = tuple[str, int]
+"""Who holds a block: a kind and a number."""
+
+ID: Final = np.dtype("<i4")
+ID_BYTES: Final = ID.itemsize
+DIGEST_BYTES: Final = 16
+NOBODY: Final[frozenset[Holder]] = frozenset()
+
+
+# What a key is made of.
+
+
+def token_bytes(tokens: npt.ArrayLike) -> bytes:
+    """Token ids as little-endian int32 bytes: one dimension of anything that numpy takes, or one
+    id.
+
+    Ids are opaque: negative ones pass. Raises ConfigError for what is no integer of 32 bits,
+    naming the first such value and its place, and for more than one dimension. An int32 array
+    costs one copy.
+    """
+    try:
+        ids = np.asarray(tokens)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(f"tokens are no row of ids: {error}") from error
+    if ids.ndim > 1:
+        raise ConfigError(f"tokens have the shape {ids.shape}; one row of ids is wanted")
+    return ids.tobytes() if ids.dtype == ID else _narrowed(ids.ravel(), tokens)
+
+
+def _narrowed(ids: npt.NDArray[Any], given: npt.ArrayLike) -> bytes:
+    if ids.dtype.kind in "iu":
+        narrow = ids.astype(ID)
+        wrong = np.flatnonzero(narrow != ids)
+        if not len(wrong):
+            return narrow.tobytes()
+        raise _bad_id(int(wrong[0]), ids[wrong[0]])
+    values = given if isinstance(given, list | tuple) else ids.tolist()
+    for at, value in enumerate(values):
+        if not _is_id(value):
+            raise _bad_id(at, value)
+    return np.array(values, ID).tobytes()
+
+
+def _is_id(value: object) -> bool:
+    whole = isinstance(value, int | np.integer) and not isinstance(value, bool)
+    return whole and -(2**31) <= value < 2**31  # type: ignore[operator]
+
+
+def _bad_id(at: int, value: object) -> ConfigError:
+    return ConfigError(f"token {at} is {value!s}, a {type(value).__name__}: not an int32 id")
+
+
+def _tagged(tag: bytes, content: bytes) -> bytes:
+    """One field: no two kinds, and no two cuts of the same bytes into fields, can be equal."""
+    return tag + len(content).to_bytes(8, "little") + content
+
+
+def extra_bytes(extra: Extra) -> bytes:
+    """The part of a block's key that says its extra fields. One field is a tuple of one.
+
+    Raises ConfigError for no field, and for a field that is not bytes.
+    """
+    fields = extra if isinstance(extra, tuple) else (extra,)
+    if not fields or not all(isinstance(one, bytes) for one in fields):
+        raise ConfigError(f"extra keys of a block are bytes, at least one field; not {extra!r}")
+    return b"".join(_tagged(b"x", one) for one in fields)
+
+
+Adapter = str | bytes | int | None
+
+
+@frozen
+class Identity:
+    """What a whole prefix depends on besides its tokens. Equal only if each field has the same
+    type and value: adapters 1, "1" and b"1" are three, and none is a salt
+    (vllm-project/vllm#44701).
+
+    Raises ConfigError for a field of another type.
+    """
+
+    salt: bytes = field(default=b"", eq=False)
+    adapter: Adapter = field(default=None, eq=False)
+    weights_epoch: int = field(default=0, eq=False)
+    code: bytes = field(init=False, repr=False)
+    """All of it as bytes: each field tagged with its type, and with its length."""
+
+    @code.default
+    def _encode(self) -> bytes:
+        if not isinstance(self.salt, bytes):
+            raise ConfigError(f"salt is {self.salt!r}; bytes are wanted")
+        if not isinstance(self.weights_epoch, int) or isinstance(self.weights_epoch, bool):
+            raise ConfigError(f"weights_epoch is {self.weights_epoch!r}; an int is wanted")
+        epoch = _tagged(b"e", b"%d" % self.weights_epoch)
+        return _tagged(b"s", self.salt) + _adapter_bytes(self.adapter) + epoch
+
+
+def _adapter_bytes(adapter: Adapter) -> bytes:
+    match adapter:
+        case None:
+            return _tagged(b"n", b"")
+        case bytes():
+            return _tagged(b"b", adapter)
+        case str():
+            return _tagged(b"t", adapter.encode("utf-8", "surrogatepass"))
+        case int() if not isinstance(adapter, bool):
+            return _tagged(b"i", b"%d" % adapter)
+    raise ConfigError(f"adapter is {adapter!r}; a str, bytes, an int or None is wanted")
+
+
+# The trie.
+
+
+class Root:
+    """The blocks of one identity that nothing precedes, by key."""
+
+    __slots__ = ("children", "identity", "name")
+
+    def __init__(self, identity: Identity) -> None:
+        self.identity = identity
+        self.children: dict[bytes, Node] = {}
+        self.name: bytes | None = None
+
+
+class Node:
+    """One block of a prefix. Read it; only the index changes it."""
+
+    __slots__ = (
+        "children", "holders", "host_children", "key", "name", "ordinal", "owner", "parent", "pins",
+        "queued", "root", "serial", "slot", "used",
+    )  # fmt: skip
+
+    def __init__(
+        self, root: Root, parent: Node | None, key: bytes, used: int, serial: int,
+        owner: object | None, slot: int | None,
+    ) -> None:  # fmt: skip
+        self.root: Root | None = root
+        """None once it was cut."""
+        self.parent = parent
+        """The block before it; None for the first."""
+        self.key = key
+        """The bytes of its token ids, and of its extra keys if it has any."""
+        self.ordinal: int = 0 if parent is None else parent.ordinal + 1
+        """Blocks before it."""
+        self.children: dict[bytes, Node] = {}
+        self.owner = owner
+        """Whose page is canonical on the GPU."""
+        self.slot = slot
+        """The host slot of its canonical host copy."""
+        self.holders: set[Holder] | frozenset[Holder] = NOBODY
+        self.used = used
+        """When it was last used, in ticks of the index. Never more than its parent's."""
+        self.serial = serial
+        """Blocks that were inserted before it; settles ties of age."""
+        self.pins = 0
+        """Its holders and its pinned children: not 0 while it must stay."""
+        self.host_children = 0
+        """Children that have a host slot."""
+        self.queued = False
+        """The queue of victims has its one entry for this node."""
+        self.name: bytes | None = None
+        """Its digest, once somebody asked."""
+
+    def __str__(self) -> str:
+        return f"block {self.ordinal} of the index"
+
+    __repr__ = __str__
+
+    @property
+    def findable(self) -> bool:
+        """Its bytes are somewhere; else it has left the index for good."""
+        return self.root is not None
+
+    @property
+    def state_name(self) -> str:
+        """Where its bytes are, in words."""
+        return "+".join(self.media) or "CUT"
+
+    @property
+    def media(self) -> tuple[Medium, ...]:
+        """The tiers that have its bytes."""
+        on_gpu: tuple[Medium, ...] = () if self.owner is None else (GPU,)
+        return on_gpu if self.slot is None else (*on_gpu, CPU)
+
+
+Place = Node | Identity
+"""Where a block goes: behind another, or first of an identity."""
+
+
+class Cut(NamedTuple):
+    """A block that left because one above it did, and where its bytes were."""
+
+    node: Node
+    owner: object | None
+    slot: int | None
+
+
+class Listener(Protocol):
+    """Hears what the index changes: removals just before, the rest just after. Must not raise."""
+
+    def stored(self, node: Node, medium: Medium) -> None:
+        """A tier has the block's bytes now."""
+
+    def removed(self, node: Node, medium: Medium) -> None:
+        """A tier will no longer have them. Children are told before their parent."""
+
+    def cleared(self) -> None:
+        """The index is empty now."""
+
+
+Entry = tuple[int, int, int, Node]
+"""Age, depth (the deepest first), serial number, and whose it is."""
+
+
+class Index:
+    """The trie, and the order in which host slots are given up.
+
+    `key` (up to 64 bytes) is the key of the digests; random by default, so that nobody outside can
+    search for two blocks with one digest. Fix it where runs must repeat.
+    """
+
+    def __init__(
+        self, block_tokens: int, listener: Listener | None = None, *, key: bytes | None = None
+    ) -> None:
+        if block_tokens < 1:
+            raise ConfigError(f"block_tokens is {block_tokens}; a block has at least one token")
+        if key is not None and not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
+            raise ConfigError(f"a key of {len(key)} bytes; 1 to {blake2b.MAX_KEY_SIZE} are wanted")
+        self.block_tokens, self.block_bytes = block_tokens, block_tokens * ID_BYTES
+        self.listener = listener
+        self.slots: dict[int, Node] = {}
+        """Whose canonical copy a host slot has."""
+        self.clock = 0
+        self.holds = 0
+        """Holds that were taken and not released."""
+        self._key = secrets.token_bytes(32) if key is None else key
+        self._roots: dict[bytes, Root] = {}
+        self._count = self._serial = 0
+        self._queue: list[Entry] = []
+
+    def __len__(self) -> int:
+        return self._count
+
+    def __iter__(self) -> Iterator[Node]:
+        return self.walk()
+
+    def walk(self) -> Iterator[Node]:
+        """Every block, a parent before its children. Change nothing meanwhile."""
+        for root in self._roots.values():
+            yield from _descendants(root.children)
+
+    # Looking: nothing changes, not even the ages.
+
+    def keys(self, data: bytes, extras: Extras | None = None, first: int = 0) -> list[bytes]:
+        """The keys of the whole blocks of `data`, whose first block has the ordinal `first`."""
+        size = self.block_bytes
+        whole = range(0, len(data) - size + 1, size)
+        if not extras:
+            return [data[at : at + size] for at in whole]
+        found = (extras.get(first + at // size) for at in whole)
+        tails = [b"" if extra is None else extra_bytes(extra) for extra in found]
+        return [data[at : at + size] + tail for at, tail in zip(whole, tails, strict=True)]
+
+    def match(
+        self, identity: Identity, data: bytes, extras: Extras | None = None,
+        most_blocks: int | None = None,
+    ) -> list[Node]:  # fmt: skip
+        """The longest chain of blocks that equal those of `data`, which is `token_bytes` of a
+        prompt; at most `most_blocks`. Cost: one dict lookup for each block found.
+
+        Hold the last of them before anything else happens, or look again (law 7).
+        """
+        found: list[Node] = []
+        root = self._roots.get(identity.code)
+        if root is None:
+            return found
+        children, size = root.children, self.block_bytes
+        blocks = len(data) // size
+        if most_blocks is not None:
+            blocks = min(blocks, most_blocks)
+        for at in range(0, blocks * size, size):
+            key = data[at : at + size]
+            if extras and (extra := extras.get(at // size)) is not None:
+                key += extra_bytes(extra)
+            node = children.get(key)
+            if node is None:
+                break
+            found.append(node)
+            children = node.children
+        return found
+
+    def partial(
+        self, place: Place, rest: bytes, extra: Extra | None = None
+    ) -> tuple[Node, int] | None:
+        """The child of `place` that shares the most leading tokens with `rest`, and how many; of
+        equals, the one inserted first; None if none shares a token.
+
+        Only children with exactly the extra keys `extra` can share anything. Cost: numpy over the
+        children.
+        """
+        tail = b"" if extra is None else extra_bytes(extra)
+        tokens = min(len(rest) // ID_BYTES, self.block_tokens)
+        children = self._children(place, "partial").values()
+        alike = [node for node in children if node.key[self.block_bytes :] == tail]
+        if not alike or not tokens:
+            return None
+        heads = b"".join([node.key[: tokens * ID_BYTES] for node in alike])
+        same = np.frombuffer(heads, ID).reshape(-1, tokens) == np.frombuffer(rest, ID, tokens)
+        shared = np.logical_and.accumulate(same, axis=1).sum(axis=1)
+        best = int(shared.argmax())
+        return (alike[best], int(shared[best])) if shared[best] else None
+
+    def tokens(self, node: Node) -> list[int]:
+        """The token ids of a block."""
+        ids: list[int] = np.frombuffer(node.key, ID, self.block_tokens).tolist()
+        return ids
+
+    def extra(self, node: Node) -> tuple[bytes, ...]:
+        """The extra keys of a block, none for most."""
+        at, fields = self.block_bytes, []
+        while at < len(node.key):
+            start = at + 9
+            at = start + int.from_bytes(node.key[at + 1 : start], "little")
+            fields.append(node.key[start:at])
+        return tuple(fields)
+
+    def digest(self, node: Node) -> bytes:
+        """The name of a block for the outside: 16 bytes, a keyed hash of its identity and of the
+        keys of all blocks up to it (vllm-project/vllm#12603: of all, and all of each).
+
+        Computed when first asked for, with those of the blocks before it.
+        """
+        root, missing = self._alive(node, "digest"), []
+        step: Node | None = node
+        while step is not None and step.name is None:
+            missing.append(step)
+            step = step.parent
+        if root.name is None:
+            root.name = self._hash(b"root", b"%d." % self.block_tokens + root.identity.code)
+        name = (step.name if step is not None else None) or root.name
+        for step in reversed(missing):
+            name = step.name = self._hash(b"block", name + step.key)
+        return name
+
+    def _hash(self, person: bytes, content: bytes) -> bytes:
+        return blake2b(content, digest_size=DIGEST_BYTES, key=self._key, person=person).digest()
+
+    # Changing what is known.
+
+    def insert(
+        self, place: Place, key: bytes, owner: object | None = None, slot: int | None = None
+    ) -> Node:
+        """The block with this key (of `keys`) at that place: the one that is there, untouched, or
+        a new one with these bytes. Ask `node.owner is owner`, `node.slot == slot`.
+
+        The bytes are written, or any reader is ordered after them (law 4). A new block is as old
+        as its parent: `touch` it once its sequence has inserted all it has. Raises
+        IllegalTransition for a new block without bytes, a slot in use, or a place that was cut.
+        """
+        node = self._children(place, "insert").get(key)
+        if node is not None:
+            return node
+        self._check_new([key], owner, slot)
+        (node,) = self._grow(place, [key], owner, slot)
+        return node
+
+    def extend(self, place: Place, keys: Iterable[bytes], owner: object) -> list[Node]:
+        """Insert a chain of blocks of one owner: the leading ones may be there, the rest is new.
+        All or none."""
+        keys = list(keys)
+        self._check_new(keys, owner, None)
+        chain: list[Node] = []
+        children = self._children(place, "extend")
+        for key in keys:
+            node = children.get(key)
+            if node is None:
+                return chain + self._grow(place, keys[len(chain) :], owner, None)
+            chain.append(node)
+            place, children = node, node.children
+        return chain
+
+    def _grow(
+        self, place: Place, keys: list[bytes], owner: object | None, slot: int | None
+    ) -> list[Node]:
+        """A chain of new blocks at a place that has no block with the first of these keys."""
+        parent: Node | None = None
+        if isinstance(place, Node):
+            parent, root, used = place, self._alive(place, "insert"), place.used
+            siblings = place.children
+        else:
+            root, used = self._root(place), self._tick()
+            siblings = root.children
+        chain: list[Node] = []
+        for serial, key in enumerate(keys, self._serial):
+            parent = siblings[key] = Node(root, parent, key, used, serial, owner, slot)
+            siblings = parent.children
+            chain.append(parent)
+        self._serial += len(chain)
+        self._count += len(chain)
+        if owner is not None and self.listener is not None:
+            for node in chain:
+                self.listener.stored(node, GPU)
+        if slot is not None:
+            self._fill(chain[0], slot)
+        return chain
+
+    def _check_new(self, keys: list[bytes], owner: object | None, slot: int | None) -> None:
+        if owner is None and slot is None:
+            raise _illegal("a new block", "insert", "CUT", "its bytes are nowhere")
+        shortest = min(map(len, keys), default=self.block_bytes)
+        if shortest < self.block_bytes:
+            reason = f"a key of {shortest} bytes; a block has {self.block_bytes} and extra keys"
+            raise _illegal("a new block", "insert", "CUT", reason)
+        if slot is not None:
+            self._check_slot("a new block", "insert", "CUT", slot)
+
+    def touch(self, nodes: Iterable[Node]) -> None:
+        """Make blocks, and all blocks before them, the most recently used. Cost: a chain costs its
+        length, whether all of it is named or only its end."""
+        nodes = tuple(nodes)
+        for node in nodes:
+            self._alive(node, "touch")
+        now = self._tick()
+        for node in nodes:
+            step: Node | None = node
+            while step is not None and step.used != now:
+                step.used = now
+                step = step.parent
+
+    def give_owner(self, node: Node, owner: object) -> None:
+        """A block that had no page on the GPU has one: `owner`'s."""
+        self._alive(node, "give_owner")
+        if node.owner is not None:
+            raise _illegal(node, "give_owner", node.state_name, f"{node.owner} owns it")
+        if owner is None:
+            raise _illegal(node, "give_owner", node.state_name, "nobody is no owner")
+        node.owner = owner
+        if self.listener is not None:
+            self.listener.stored(node, GPU)
+        self._consider(node)
+
+    def give_slot(self, node: Node, slot: int) -> None:
+        """A block that had no host copy has one, in this slot."""
+        self._alive(node, "give_slot")
+        if node.slot is not None:
+            raise _illegal(node, "give_slot", node.state_name, f"it has slot {node.slot}")
+        self._check_slot(node, "give_slot", node.state_name, slot)
+        node.slot = slot
+        self._fill(node, slot)
+
+    def lose_owner(self, node: Node, owner: object, heir: object | None = None) -> list[Cut]:
+        """The owner's page is no longer canonical: `heir`'s is, or none is.
+
+        Returns the blocks below it that were cut because its bytes are now nowhere: leaves first,
+        with the owners and slots that they had. Raises IllegalTransition, with nothing changed, if
+        somebody else owns it, or if it would be cut while pinned: copy it out first, or have its
+        holders let go.
+        """
+        self._alive(node, "lose_owner")
+        if node.owner is None or node.owner is not owner:
+            reason = f"{owner} does not own it, {node.owner} does"
+            raise _illegal(node, "lose_owner", node.state_name, reason)
+        if heir is not None:
+            node.owner = heir
+            return []
+        if node.slot is None:
+            return self._cut(node, "lose_owner")
+        self._tell_removed(node, GPU)
+        node.owner = None
+        return []
+
+    def lose_slot(self, node: Node) -> list[Cut]:
+        """The host copy is given up; the caller frees its slot.
+
+        Returns what was cut with it, and raises, as `lose_owner` does. Cost: O(1), and the blocks
+        that are cut.
+        """
+        self._alive(node, "lose_slot")
+        if node.slot is None:
+            raise _illegal(node, "lose_slot", node.state_name, "it has none")
+        if node.owner is None:
+            return self._cut(node, "lose_slot")
+        self._tell_removed(node, CPU)
+        self._empty_slot(node)
+        if node.parent is not None:
+            self._consider(node.parent)
+        return []
+
+    def clear(self) -> list[int]:
+        """Forget everything; returns the slots that had copies, for the caller to free.
+
+        Raises IllegalTransition while anything is held: it is all or nothing, over both tiers
+        (vllm-project/vllm#57727).
+        """
+        if self.holds:
+            held = sum(bool(node.holders) for node in self.walk())
+            reason = f"{self.holds} holds on {held} blocks"
+            raise _illegal("the index", "clear", "HELD", reason)
+        slots = list(self.slots)
+        for node in [*self.walk()][::-1]:
+            self._forget(node)
+        self._roots.clear()
+        self._queue.clear()
+        if self.listener is not None:
+            self.listener.cleared()
+        return slots
+
+    # Holding.
+
+    def hold(self, node: Node, holder: Holder) -> None:
+        """Keep a block, and all blocks before it, from being cut or chosen as victims. Hold the
+        last block of a match. Raises IllegalTransition if this holder has it already.
+
+        Cost: O(1) if it was pinned, else as many blocks above it as were not.
+        """
+        self._alive(node, "hold")
+        if holder in node.holders:
+            raise _illegal(node, "hold", node.state_name, f"{_name(holder)} holds it already")
+        if isinstance(node.holders, frozenset):
+            node.holders = set()
+        node.holders.add(holder)
+        self.holds += 1
+        step: Node | None = node
+        while step is not None:
+            step.pins += 1
+            if step.pins > 1:
+                break
+            step = step.parent
+
+    def release(self, node: Node, holder: Holder) -> None:
+        """End a hold. Raises IllegalTransition if this holder does not have it."""
+        if holder not in node.holders:
+            raise _illegal(node, "release", node.state_name, f"{_name(holder)} does not hold it")
+        assert isinstance(node.holders, set)
+        node.holders.remove(holder)
+        self.holds -= 1
+        self._unpin(node)
+
+    def _unpin(self, node: Node | None) -> None:
+        while node is not None:
+            node.pins -= 1
+            if node.pins:
+                break
+            self._consider(node)
+            node = node.parent
+
+    # Giving up host slots.
+
+    def victims(self, count: int) -> list[Node]:
+        """Up to `count` blocks that may lose their host slots, in this order: the least recently
+        used first, of equals the deepest, then the earliest inserted. A block comes only after its
+        children on the host; never a pinned one; never the last bytes of a block whose child has
+        bytes.
+
+        Nothing changes: `lose_slot` each that is really given up, in this order. Cost: O(log n)
+        a block, amortised.
+        """
+        chosen: list[Node] = []
+        taken, cut = Counter[Node](), Counter[Node]()
+        while self._queue and len(chosen) < count:
+            used, _, _, node = heapq.heappop(self._queue)
+            if used != node.used and node.slot is not None:
+                heapq.heappush(self._queue, _entry(node))  # touched since; keys only grow
+            elif not _expendable(node, taken[node], cut[node]):
+                node.queued = False
+            else:
+                chosen.append(node)
+                if node.parent is not None:
+                    taken[node.parent] += 1
+                    cut[node.parent] += node.owner is None
+                    self._consider(node.parent, taken[node.parent], cut[node.parent])
+        for node in chosen:
+            heapq.heappush(self._queue, _entry(node))
+        return chosen
+
+    def _consider(self, node: Node, taken: int = 0, cut: int = 0) -> None:
+        """Queue a block that has become expendable. What stops being so is dropped when it comes
+        up, and what was touched is put back then: an entry may be early and is never late."""
+        if node.queued or not _expendable(node, taken, cut):
+            return
+        if len(self._queue) > 2 * len(self.slots) + 64:
+            self._drop_dead_entries()
+        node.queued = True
+        heapq.heappush(self._queue, _entry(node))
+
+    def _drop_dead_entries(self) -> None:
+        for *_, node in self._queue:
+            node.queued = node.slot is not None
+        self._queue = [_entry(node) for *_, node in self._queue if node.queued]
+        heapq.heapify(self._queue)
+
+    # Keeping the books.
+
+    def _tick(self) -> int:
+        self.clock += 1
+        return self.clock
+
+    def _alive(self, node: Node, event: str) -> Root:
+        if node.root is None:
+            raise _illegal(node, event, node.state_name, "it left the index; look it up again")
+        return node.root
+
+    def _children(self, place: Place, event: str) -> dict[bytes, Node]:
+        if isinstance(place, Node):
+            self._alive(place, event)
+            return place.children
+        root = self._roots.get(place.code)
+        return {} if root is None else root.children
+
+    def _root(self, identity: Identity) -> Root:
+        root = self._roots.get(identity.code)
+        if root is None:
+            root = self._roots[identity.code] = Root(identity)
+        return root
+
+    def _check_slot(self, subject: object, event: str, state: str, slot: int) -> None:
+        if slot in self.slots:
+            raise _illegal(subject, event, state, f"slot {slot} has {self.slots[slot]}")
+
+    def _fill(self, node: Node, slot: int) -> None:
+        self.slots[slot] = node
+        if node.parent is not None:
+            node.parent.host_children += 1
+        if self.listener is not None:
+            self.listener.stored(node, CPU)
+        self._consider(node)
+
+    def _tell_removed(self, node: Node, medium: Medium) -> None:
+        if self.listener is not None:
+            self.listener.removed(node, medium)
+
+    def _cut(self, node: Node, event: str) -> list[Cut]:
+        """Take out a block that loses its last bytes and all below it; returns those below."""
+        root, parent = self._alive(node, event), node.parent
+        if node.pins:
+            reason = f"its last bytes, and {_pinned_by(node)}"
+            raise _illegal(node, event, node.state_name, reason)
+        below = [*_descendants(node.children)][::-1]
+        cut = [Cut(one, one.owner, one.slot) for one in below]
+        for one in (*below, node):
+            for medium in one.media:
+                self._tell_removed(one, medium)
+            self._forget(one)
+        del (root.children if parent is None else parent.children)[node.key]
+        if parent is not None:
+            self._consider(parent)
+        elif not root.children:
+            del self._roots[root.identity.code]
+        return cut
+
+    def _empty_slot(self, node: Node) -> None:
+        if node.slot is not None:
+            del self.slots[node.slot]
+            node.slot = None
+            if node.parent is not None:
+                node.parent.host_children -= 1
+
+    def _forget(self, node: Node) -> None:
+        """Nothing is known of a block any more, and nothing can be asked of it."""
+        self._empty_slot(node)
+        self._count -= 1
+        node.owner = node.parent = node.root = None
+        node.children = {}
+
+    # The laws.
+
+    def check(self) -> list[str]:
+        """What does not hold of the rules above and of the counts, in words; nothing, if all is
+        well. Cost: everything."""
+        nodes = list(self.walk())
+        wrong = [line for node in nodes for line in self._check_node(node)]
+        wrong += self._check_roots()
+        on_host = {id(node): node.slot for node in nodes if node.slot is not None}
+        if on_host != {id(node): slot for slot, node in self.slots.items()}:
+            wrong.append(f"{len(on_host)} blocks have slots, {len(self.slots)} slots have blocks")
+        holds = sum(len(node.holders) for node in nodes)
+        for what, counted, there in (("blocks", self._count, len(nodes)),
+                                     ("holds", self.holds, holds)):  # fmt: skip
+            if counted != there:
+                wrong.append(f"{counted} {what} are counted, {there} are there")
+        return wrong + self._check_queue(nodes)
+
+    def _check_roots(self) -> Iterator[str]:
+        for code, root in self._roots.items():
+            if not root.children:
+                yield f"a root without blocks for {root.identity}"
+            if code != root.identity.code:
+                yield f"a root of another identity for {root.identity}"
+            for key, node in root.children.items():
+                if (node.key, node.parent, node.root, node.ordinal) != (key, None, root, 0):
+                    yield f"{node} is not what its root says"
+
+    def _check_node(self, node: Node) -> Iterator[str]:
+        if not node.media:
+            yield f"{node} is a hole"
+        if node.used > self.clock:
+            yield f"{node} was used at {node.used}, after {self.clock}"
+        children = node.children.values()
+        pins = len(node.holders) + sum(child.pins > 0 for child in children)
+        if node.pins != pins:
+            yield f"{node} counts {node.pins} pins and has {pins}"
+        on_host = sum(child.slot is not None for child in children)
+        if node.host_children != on_host:
+            yield f"{node} counts {node.host_children} children on the host and has {on_host}"
+        for key, child in node.children.items():
+            above = (key, node, node.root, node.ordinal + 1)
+            if (child.key, child.parent, child.root, child.ordinal) != above:
+                yield f"{child} is not what its parent says"
+            if child.used > node.used:
+                yield f"{child} was used at {child.used}, its parent at {node.used}"
+
+    def _check_queue(self, nodes: list[Node]) -> list[str]:
+        entries = Counter(id(node) for *_, node in self._queue)
+        early = {id(entry[-1]) for entry in self._queue if entry[:3] <= _entry(entry[-1])[:3]}
+        late = [node for node in nodes if _expendable(node) and id(node) not in early]
+        twice = [node for *_, node in self._queue if entries[id(node)] > 1 or not node.queued]
+        return [f"{node} is not where the queue of victims must have it" for node in late + twice]
+
+
+def _descendants(children: Mapping[bytes, Node]) -> Iterator[Node]:
+    """All blocks from here down, a parent before its children. A loop: prefixes are long."""
+    waiting = list(children.values())[::-1]
+    while waiting:
+        node = waiting.pop()
+        yield node
+        waiting += reversed(node.children.values())
+
+
+def _expendable(node: Node, taken: int = 0, cut: int = 0) -> bool:
+    """A block may lose its host slot, were `taken` children's slots gone and `cut` children."""
+    return (
+        node.slot is not None
+        and not node.pins
+        and node.host_children == taken
+        and (node.owner is not None or len(node.children) == cut)
+    )
+
+
+def _entry(node: Node) -> Entry:
+    return node.used, -node.ordinal, node.serial, node
+
+
+def _name(holder: Holder) -> str:
+    return " ".join(map(str, holder))
+
+
+def _pinned_by(node: Node) -> str:
+    """Some of the holders that pin a block, by name."""
+    some = (h for one in (node, *_descendants(node.children)) for h in sorted(one.holders))
+    return ", ".join(_name(holder) for holder in islice(some, 3)) + " holds it"
+
+
+def _illegal(subject: object, event: str, state: str, reason: str) -> IllegalTransition:
+    return IllegalTransition(str(subject), event, state, reason)

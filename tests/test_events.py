@@ -1,0 +1,307 @@
+"""The events: the shape that routers read, and a replica that refuses what does not fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import pytest
+
+from kvstate.errors import TraceError
+from kvstate.events import (
+    AllBlocksCleared,
+    BlockRemoved,
+    BlockStored,
+    Event,
+    EventBatch,
+    Numbered,
+    Publisher,
+    Replica,
+    decode,
+    encode,
+    replay,
+)
+from kvstate.index import Identity, Index, Node, token_bytes
+
+ME = Identity(salt=b"secret")
+OWNER = "a sequence"
+D1, D2, D3 = b"1" * 16, b"2" * 16, b"3" * 16
+
+
+def index_with(*chains: tuple[int, ...], identity: Identity = ME) -> Index:
+    index = Index(2, key=b"test")
+    for chain in chains:
+        extend(index, *chain, identity=identity)
+    return index
+
+
+def extend(index: Index, *tokens: int, identity: Identity = ME) -> list[Node]:
+    return index.extend(identity, index.keys(token_bytes(tokens)), OWNER)
+
+
+def drained(publisher: Publisher) -> list[Event]:
+    return [event for numbered in publisher.drain() for event in numbered.batch.events]
+
+
+def stored(*digests: bytes, parent: bytes | None = None, medium: Any = "GPU",
+           tokens: list[int] | None = None, **changes: Any) -> BlockStored:  # fmt: skip
+    ids = list(range(2 * len(digests))) if tokens is None else tokens
+    told = BlockStored(list(digests), parent, ids, 2, None, medium, None)
+    return msgspec.structs.replace(told, **changes)
+
+
+def batch(*events: Event, number: int = 0) -> Numbered:
+    return Numbered(number, EventBatch(0.0, list(events)))
+
+
+# What a publisher says.
+
+
+def test_a_chain_stored_in_one_tier_is_one_event() -> None:
+    index = index_with()
+    publisher = Publisher(index)
+    one, two = extend(index, 1, 2, 3, 4)
+    names = [index.digest(one), index.digest(two)]
+    assert drained(publisher) == [BlockStored(names, None, [1, 2, 3, 4], 2, None, "GPU", None)]
+    (_, _, three) = extend(index, 1, 2, 3, 4, 5, 6)
+    assert drained(publisher) == [
+        BlockStored([index.digest(three)], names[1], [5, 6], 2, None, "GPU", None)
+    ]
+
+
+def test_another_chain_or_another_tier_is_another_event() -> None:
+    index = index_with()
+    publisher = Publisher(index)
+    one, two = extend(index, 1, 2, 3, 4)
+    (_, other) = extend(index, 1, 2, 7, 8)
+    index.give_slot(one, 5)
+    index.give_slot(two, 6)
+    extend(index, 1, 2, identity=Identity(b"another"))
+    told = [event for event in drained(publisher) if isinstance(event, BlockStored)]
+    names = [index.digest(node) for node in (one, two, other)]
+    assert [(event.block_hashes, event.parent_block_hash, event.medium) for event in told[:3]] == [
+        ([names[0], names[1]], None, "GPU"),
+        ([names[2]], names[0], "GPU"),
+        ([names[0], names[1]], None, "CPU"),
+    ]
+    assert (told[3].token_ids, told[3].parent_block_hash) == ([1, 2], None)
+    assert told[3].block_hashes[0] not in names
+
+
+def test_removals_from_one_tier_are_one_event_and_children_go_first() -> None:
+    index = index_with((1, 2, 3, 4, 5, 6))
+    publisher = Publisher(index)
+    one, two, three = extend(index, 1, 2, 3, 4, 5, 6)
+    names = [index.digest(node) for node in (one, two, three)]
+    index.give_slot(two, 0)
+    drained(publisher)
+    index.lose_owner(two, OWNER)
+    index.lose_owner(one, OWNER)
+    assert drained(publisher) == [
+        BlockRemoved([names[1], names[2]], "GPU"),
+        BlockRemoved([names[1]], "CPU"),
+        BlockRemoved([names[0]], "GPU"),
+    ]
+
+
+def test_a_publisher_that_comes_late_tells_what_is_there() -> None:
+    index = index_with((1, 2, 3, 4), (1, 2, 5, 6))
+    index.give_slot(extend(index, 1, 2)[0], 3)
+    assert replay(Publisher(index).drain()).blocks == Replica.of(index).blocks
+    assert len(Replica.of(index).blocks) == 3
+
+
+@pytest.mark.parametrize(
+    ("adapter", "told"),
+    [
+        (None, (None, None)),
+        (7, (7, None)),
+        ("7", (None, "7")),
+        (b"7", (None, "37")),
+        (0, (0, None)),
+    ],
+)
+def test_an_adapter_is_told_as_number_or_name(adapter: Any, told: Any) -> None:
+    publisher = Publisher(index_with((1, 2), identity=Identity(adapter=adapter)))
+    (event,) = drained(publisher)
+    assert isinstance(event, BlockStored)
+    assert (event.lora_id, event.lora_name) == told
+
+
+def test_extra_keys_are_told_block_by_block() -> None:
+    index = index_with()
+    publisher = Publisher(index)
+    data = token_bytes([1, 2, 3, 4, 5, 6])
+    index.extend(ME, index.keys(data, {1: (b"cat", b"0")}), OWNER)
+    index.extend(ME, index.keys(data, {0: b""}), OWNER)
+    first, second = drained(publisher)
+    assert isinstance(first, BlockStored)
+    assert isinstance(second, BlockStored)
+    assert first.extra_keys == [None, (b"cat", b"0"), None]
+    assert second.extra_keys == [(b"",), None, None]
+    replica = replay([batch(first, second)])
+    assert replica.blocks == Replica.of(index).blocks
+    assert replica.blocks[first.block_hashes[1]].extra == (b"cat", b"0")
+
+
+def test_a_handover_says_nothing_and_a_clear_says_so() -> None:
+    index = index_with((1, 2))
+    publisher = Publisher(index)
+    drained(publisher)
+    index.lose_owner(extend(index, 1, 2)[0], OWNER, heir="another")
+    assert drained(publisher) == []
+    index.clear()
+    assert drained(publisher) == [AllBlocksCleared()]
+
+
+def test_batches_are_numbered_without_gaps() -> None:
+    index = index_with()
+    publisher = Publisher(index, rank=3, most_events=2)
+    assert publisher.drain() == []
+    for token in range(5):
+        extend(index, token, token)
+    told = publisher.drain(ts=1.5)
+    assert [(one.number, one.batch.ts, len(one.batch.events)) for one in told] == [
+        (0, 1.5, 2), (1, 1.5, 2), (2, 1.5, 1),
+    ]  # fmt: skip
+    assert publisher.drain() == []
+    extend(index, 9, 9)
+    (last,) = publisher.drain()
+    assert (last.number, last.batch.ts, last.batch.data_parallel_rank) == (3, 3.0, 3)
+    assert replay([*told, last]).blocks == Replica.of(index).blocks
+
+
+# On the wire.
+
+
+def test_the_wire_has_the_shape_that_routers_read() -> None:
+    """Arrays, tagged, in the order of vLLM's fields; the number in a frame before it."""
+    index = index_with()
+    publisher = Publisher(index, rank=1)
+    (node,) = extend(index, 1, 2, identity=Identity(b"secret", "adapter"))
+    index.give_slot(node, 4)
+    digest = index.digest(node)
+    index.lose_owner(node, OWNER)
+    index.clear()
+    number, payload = encode(publisher.drain(ts=12.5)[0])
+    assert number == bytes(8)
+    assert msgspec.msgpack.decode(payload) == [
+        12.5,
+        [
+            ["BlockStored", [digest], None, [1, 2], 2, None, "GPU", "adapter", None],
+            ["BlockStored", [digest], None, [1, 2], 2, None, "CPU", "adapter", None],
+            ["BlockRemoved", [digest], "GPU"],
+            ["AllBlocksCleared"],
+        ],
+        1,
+    ]
+    assert b"secret" not in payload, "who reads events must not learn salts"
+
+
+def test_what_is_encoded_decodes() -> None:
+    index = index_with((1, 2, 3, 4))
+    publisher = Publisher(index)
+    index.clear()
+    for numbered in publisher.drain():
+        assert decode(*encode(numbered)) == numbered
+
+
+@pytest.mark.parametrize(
+    ("number", "payload", "message"),
+    [
+        (b"\0", b"", "has 1 bytes, not 8"),
+        (bytes(8), b"", "batch 0: "),
+        (bytes(7) + b"\5", msgspec.msgpack.encode([0.0, [["Unheard", []]]]), "batch 5: .*Unheard"),
+        (bytes(8), msgspec.msgpack.encode([0.0, [["BlockRemoved", [b"x"], "DISK"]]]), "DISK"),
+        (bytes(8), msgspec.msgpack.encode([0.0, [["BlockRemoved", ["x", 5], "GPU"]]]), "batch 0: "),
+        (bytes(8), msgspec.msgpack.encode([0.0]), "batch 0: "),
+    ],
+)
+def test_what_is_no_batch_is_refused(number: bytes, payload: bytes, message: str) -> None:
+    with pytest.raises(TraceError, match=message):
+        decode(number, payload)
+
+
+# What a replica refuses.
+
+CHAIN = stored(D1, D2)
+UNFIT: dict[str, tuple[list[Event], str]] = {
+    "stored twice": ([CHAIN, stored(D1, tokens=[0, 1])], "event 1: 31.* is stored twice in GPU"),
+    "twice in one event": ([stored(D1, D1)], "stored twice in GPU"),
+    "an unknown parent": ([stored(D2, parent=D1)], "parent 31.* is unknown"),
+    "unknown and removed": ([BlockRemoved([D1], "GPU")], "has nothing in GPU"),
+    "removed elsewhere": ([CHAIN, BlockRemoved([D2], "CPU")], "is in GPU, and has nothing in CPU"),
+    "removed twice": ([CHAIN, BlockRemoved([D2, D2], "GPU")], "has nothing in GPU"),
+    "a parent first": ([CHAIN, BlockRemoved([D1, D2], "GPU")], "leaves before 1 children"),
+    "a parent alone": ([CHAIN, BlockRemoved([D1], "GPU")], "leaves before 1 children"),
+    "after a clear": ([CHAIN, AllBlocksCleared(), BlockRemoved([D1], "GPU")], "has nothing in GPU"),
+    "other tokens": (
+        [CHAIN, stored(D1, tokens=[8, 9], medium="CPU")],
+        "event 1: 31.* has another parent, other tokens",
+    ),
+    "another parent": (
+        [CHAIN, stored(D2, tokens=[2, 3], medium="CPU")],
+        "event 1: 32.* has another parent, other tokens",
+    ),
+    "other extra keys": (
+        [CHAIN, stored(D1, tokens=[0, 1], medium="CPU", extra_keys=[(b"x",)])],
+        "extra keys than before",
+    ),
+    "too few tokens": ([stored(D1, D2, tokens=[1, 2, 3])], "2 blocks of 2 tokens have 3 tokens"),
+    "too few extra keys": ([stored(D1, D2, extra_keys=[None])], "and 1 extra keys"),
+    "no block": ([stored()], "0 blocks"),
+}
+
+
+@pytest.mark.parametrize("name", UNFIT)
+def test_what_does_not_fit_is_refused(name: str) -> None:
+    events, message = UNFIT[name]
+    replica = replay([batch(*events[:-1])])
+    before = dict(replica.blocks)
+    with pytest.raises(TraceError, match="batch 1, event 0: "):
+        replica.apply(batch(events[-1], number=1))
+    assert replica.blocks == before
+    with pytest.raises(TraceError, match=message):
+        replay([batch(*events)])
+    with pytest.raises(TraceError, match="refused before: batch 1"):
+        replica.apply(batch(number=1))
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_batch_that_is_not_the_next_is_refused(number: int) -> None:
+    replica = replay([batch(CHAIN)])
+    with pytest.raises(TraceError, match=f"batch {number}, but 1 is next"):
+        replica.apply(batch(number=number))
+
+
+def test_a_block_is_known_until_its_last_tier_loses_it() -> None:
+    replica = replay([batch(CHAIN, stored(D1, D2, medium="CPU"), BlockRemoved([D1, D2], "GPU"))])
+    assert {name: block.tiers for name, block in replica.blocks.items()} == {
+        D1: {"CPU"}, D2: {"CPU"},
+    }  # fmt: skip
+    assert [replica.blocks[name].tokens for name in (D1, D2)] == [(0, 1), (2, 3)]
+    assert [replica.blocks[name].parent for name in (D1, D2)] == [None, D1]
+    replica.apply(batch(BlockRemoved([D2, D1], "CPU"), stored(D3), number=1))
+    assert list(replica.blocks) == [D3]
+    replica.apply(batch(AllBlocksCleared(), CHAIN, number=2))
+    assert list(replica.blocks) == [D1, D2]
+
+
+SPOILT: dict[str, Callable[[list[Event]], object]] = {
+    "an event is lost": lambda events: events.pop(0),
+    "an event comes twice": lambda events: events.insert(0, events[0]),
+    "two change places": lambda events: events.insert(0, events.pop(1)),
+}
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_stream_that_was_spoilt_is_noticed(name: str) -> None:
+    index = index_with()
+    publisher = Publisher(index)
+    one, _ = extend(index, 1, 2, 3, 4)
+    index.lose_owner(one, OWNER)
+    events = drained(publisher)
+    SPOILT[name](events)
+    with pytest.raises(TraceError, match=r"event [01]"):
+        replay([batch(*events)])
