@@ -301,10 +301,11 @@ class CudaDevice(Books):
         api, call = self.api, self.driver.call
         small = sum(run.size_bytes for run in runs) < BATCH_BYTES * len(runs)
         if len(runs) < BATCH_FROM or not small or not hasattr(api, "cuMemcpyBatchAsync"):
-            function = api.cuMemcpyDtoHAsync
-            if direction is Direction.IN:
-                function = api.cuMemcpyHtoDAsync
             for target, source, size in runs:
+                function = api.cuMemcpyDtoHAsync
+                if direction is Direction.IN:
+                    here = self._in_host(source, size)
+                    function = api.cuMemcpyHtoDAsync if here else api.cuMemcpyDtoDAsync
                 call(function, target, source, size, stream)
             return
         attributes = api.CUmemcpyAttributes()

@@ -161,6 +161,9 @@ def replay(
     ] = None,
     gpu: Annotated[int, typer.Option(min=1, help="Frames of GPU memory.")] = 4096,
     host: Annotated[int, typer.Option(min=0, help="Host memory, in frames.")] = 4096,
+    reuse: Annotated[
+        bool, typer.Option(help="Keep what requests computed for others with the same prefix.")
+    ] = True,
     device: DeviceOption = "auto",
     streams: StreamsOption = Streams.EAGER,
     skip_malformed: Annotated[bool, typer.Option(help="Skip lines that cannot be read.")] = False,
@@ -177,7 +180,7 @@ def replay(
     with closing(open_named(device, streams.value, 0)) as opened, _progress(json) as tell:
         frame = frame or opened.granularity_bytes
         tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
-        config = serving_config(shape, *tiers, block=block, batch=batch)
+        config = serving_config(shape, *tiers, block=block, batch=batch, reuse=reuse)
         work = [scaled(request, scale, config.max_tokens) for request in found]
         engine, started = Engine(config, opened, batch, chunk), monotonic()
         outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))

@@ -79,7 +79,8 @@ class Flight:
     def issue(self, transfer: Transfer) -> None:
         """Enter a transfer that the device has accepted; it holds its range until its end."""
         self.transfers[transfer.token] = transfer
-        transfer.range.holders.add((transfer.kind, transfer.token))
+        for range_ in (transfer.range, *transfer.sources):
+            range_.holders.add((transfer.kind, transfer.token))
         if transfer.kind == "transfer":
             self.loads += transfer.loads
             if not transfer.keeps:
@@ -134,9 +135,10 @@ class Flight:
             for range_ in subject.fenced if "-steps" in words else ():
                 range_.holders.discard(("steps", subject.number))
             return subject.fenced
-        if f"-{subject.kind}" in words:
-            subject.range.holders.discard((subject.kind, subject.token))
-        return (subject.range,)
+        ranges = (subject.range, *subject.sources)
+        for range_ in ranges if f"-{subject.kind}" in words else ():
+            range_.holders.discard((subject.kind, subject.token))
+        return ranges
 
     def _hold_by_steps(self, range_: Range) -> None:
         """Each step that may still run and names the sequence holds the range that it leaves."""
@@ -179,7 +181,7 @@ class Flight:
         if current:
             operands |= self._of_sequence(transfer, ok)
             self.ended.append(Ended(self.call, seq.uid, transfer.outward, transfer.onboards, ok))
-            if transfer.outward and not ok:
+            if not ok and not transfer.inward:
                 leaving = self.reuse.leaving(seq)
                 operands |= leaving.operands
         plan.move(_DONE if ok else _FAIL, transfer)

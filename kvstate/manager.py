@@ -29,7 +29,7 @@ from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
 from kvstate.index import ID_BYTES, Identity, Node, token_bytes
 from kvstate.plan import Plan
-from kvstate.reuse import Leaving, runs_of, slots_of
+from kvstate.reuse import Leaving, runs_of, slots_of, source_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
@@ -191,7 +191,11 @@ class Manager(Stepping):
         self.actor.run(plan)
         if plan.token is not None:
             kind = {"onboards": True} if hits else {"inward": True}
-            self._issue(plan, Transfer(plan.token, seq, range_, plan.room, hits, **kind))
+            transfer = Transfer(plan.token, seq, range_, plan.room, hits, **kind)
+            sources = {source_of(node): None for node in hits if node.slot is None}
+            transfer.sources = [source for source in sources if source is not None]
+            transfer.pieces = plan.pieces
+            self._issue(plan, transfer)
         self.flight.settle(plan)
         if hits:
             self._match(seq, hits)
@@ -231,6 +235,7 @@ class Manager(Stepping):
         plan = self._plan_frames(seq, {range_: frames})
         plan.base, plan.room, plan.stream = range_.base, seq.slots or slots, stream
         plan.size_bytes = tokens * self.geometry.row_bytes
+        plan.pieces = self._hit_pieces(range_, hits)
         blocks = self.geometry.blocks(tokens)
         operands = self._growth(plan, seq, range_, frames, blocks)
         opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
@@ -241,6 +246,18 @@ class Manager(Stepping):
         operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
         plan.move(_RESUME, seq, chosen)
         return plan, range_, hits
+
+    def _hit_pieces(self, range_: Range, hits: list[Node]) -> list[tuple[int, int, int]]:
+        """(address, where from, bytes) of the pages that hits are copied to."""
+        size, places = self.geometry.block_bytes, []
+        for node in hits:
+            source = source_of(node)
+            if node.slot is not None:
+                places.append(self.host.address + node.slot * size)
+            elif source is not None:
+                places.append(source.base + node.ordinal * size)
+        addresses = [range_.base + at * size for at in range(len(hits))]
+        return runs.joined(addresses, places, size)
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
         """Map and charge memory for that many tokens, or give back what is beyond them.
@@ -281,6 +298,8 @@ class Manager(Stepping):
         self._check_length(seq, "rewind", 0, length_tokens, seq.length_tokens)
         block = self.config.tokens_per_block
         full, known = length_tokens // block, seq.committed_tokens // block
+        if any(node.pins for node in seq.nodes[full:]):
+            self.flight.quiesce()
         plan, leaving = self.flight.plan(), self.reuse.leaving(seq, full)
         plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands
         plan.move(_REWIND, seq)
@@ -408,9 +427,10 @@ class Manager(Stepping):
         count, block_bytes = min(len(lost), self.host.free), self.geometry.block_bytes
         plan.room = room = self.host.room(count) or []
         slots = list(slots_of(room))
-        pages = [node.ordinal for node in lost[:count]]
+        pages = [seq.range.base + node.ordinal * block_bytes for node in lost[:count]]
+        places = [self.host.address + slot * block_bytes for slot in slots]
         plan.size_bytes = count * block_bytes
-        plan.pieces = runs.pieces(seq.range.base, self.host.address, block_bytes, pages, slots)
+        plan.pieces = runs.joined(pages, places, block_bytes)
         operands |= {"kept_room": room, "stale": runs_of(self.host.pages, slots)}
         return slots
 

@@ -23,6 +23,7 @@ from typing import Final
 from attrs import frozen
 
 from kvstate.act import Actor
+from kvstate.arena import Range
 from kvstate.flight import Flight
 from kvstate.index import Holder, Identity, Index, Node
 from kvstate.plan import Cells, Plan, Run
@@ -30,7 +31,7 @@ from kvstate.runs import Operands
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.host import STALE, STALE_HELD
-from kvstate.spec.page import LOADING_STALE
+from kvstate.spec.page import COMMITTED, LOADING_STALE
 from kvstate.tiers import HostSlots
 
 _EVICT_SLOT: Final = MACHINES.cell("host.evict")
@@ -84,13 +85,17 @@ class Reuse:
     # Looking up.
 
     def hits(self, identity: Identity, prompt: bytes, most_blocks: int) -> list[Node]:
-        """The blocks that a newcomer with this prompt could have from the host. Changes nothing."""
-        states, found = self.host.cells.states, []
+        """The blocks that a newcomer with this prompt could have, from the host or from whoever
+        has them on the GPU. Changes nothing."""
+        found: list[Node] = []
         for node in self.index.match(identity, prompt, most_blocks=most_blocks):
-            if node.slot is None or states[node.slot] not in _SERVED:
+            if not self._on_host(node) and source_of(node) is None:
                 break
             found.append(node)
         return found
+
+    def _on_host(self, node: Node) -> bool:
+        return node.slot is not None and self.host.cells.states[node.slot] in _SERVED
 
     # Committing.
 
@@ -191,7 +196,9 @@ class Reuse:
             self.host.readers.setdefault(slot, set()).add(transfer.token)
         self.index.hold(transfer.nodes[-1], ("load", transfer.token))
         self.index.touch(transfer.nodes)
-        self.counters["hit_blocks"] += len(transfer.nodes)
+        for node in transfer.nodes:
+            self._line_up(node, transfer.seq)
+            self.counters[f"hit_blocks.{'host' if node.owner is None else 'live'}"] += 1
 
     def ending(self, transfer: Transfer, ok: bool) -> Operands:
         """What the end of such a copy means."""
@@ -207,7 +214,7 @@ class Reuse:
     def ended(self, transfer: Transfer, ok: bool) -> None:
         """The copy has ended and everything else is settled: the index follows."""
         if transfer.onboards:
-            self._onboarded(transfer, ok)
+            self._onboarded(transfer)
             return
         inherited, lost = ([], []) if ok else self._failed(transfer)
         for node in transfer.nodes:
@@ -226,17 +233,13 @@ class Reuse:
         inherited = self._inherited(nodes)
         return inherited, nodes[len(inherited) :]
 
-    def _onboarded(self, transfer: Transfer, ok: bool) -> None:
-        seq, readers = transfer.seq, self.host.readers
+    def _onboarded(self, transfer: Transfer) -> None:
+        readers = self.host.readers
         for slot in slots_of(transfer.slots):
             readers[slot].discard(transfer.token)
             if not readers[slot]:
                 del readers[slot]
         self._let_go(transfer.nodes[-1], ("load", transfer.token))
-        if ok and seq.transfer is transfer:
-            for node in transfer.nodes:
-                if node.findable:
-                    self._line_up(node, seq)
 
     def _let_go(self, node: Node, holder: Holder) -> None:
         """End a hold, if the block was not cut meanwhile."""
@@ -286,12 +289,13 @@ class Reuse:
     def _cut(self, node: Node) -> list[int]:
         """Take a block and all below it out of the index; the slots that those below had.
 
-        Copies that write some of them go on: what they write is not wanted any more.
+        Copies go on that write some of them, or that bring them to whoever leaves now: what they
+        bring is not wanted any more. Whoever else copies them stands in line for them.
         """
         below = [node]
         for one in below:
             below += one.children.values()
-            for holder in [h for h in one.holders if h[0] == "write"]:
+            for holder in tuple(one.holders):
                 self.index.release(one, holder)
         gone = (
             self.index.lose_slot(node)
@@ -299,6 +303,15 @@ class Reuse:
             else self.index.lose_owner(node, node.owner)
         )
         return [cut.slot for cut in gone if cut.slot is not None]
+
+
+def source_of(node: Node) -> Range | None:
+    """The range in which somebody has the canonical page on the GPU, and it can be read."""
+    owner = node.owner
+    if not isinstance(owner, Sequence) or owner.range is None:
+        return None
+    readable = owner.pages.states[node.ordinal] == COMMITTED.code
+    return owner.range if readable else None
 
 
 def slots_of(runs: Iterable[Run]) -> Iterator[int]:

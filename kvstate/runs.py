@@ -92,20 +92,16 @@ def hosted(seq: Sequence, opened: int = 0) -> Operands:
     return {}
 
 
-def pieces(
-    base: int, address: int, block_bytes: int, pages: Iterable[int], slots: Iterable[int]
-) -> list[tuple[int, int, int]]:
-    """(GPU address, host address, bytes) for pages of a range and their host slots, joined where
-    both follow one another."""
+def joined(pages: Iterable[int], places: Iterable[int], size: int) -> list[tuple[int, int, int]]:
+    """(page, place, bytes) of copies between addresses, joined where both follow one another."""
     found: list[tuple[int, int, int]] = []
-    for page, slot in zip(pages, slots, strict=True):
-        gpu, host = base + page * block_bytes, address + slot * block_bytes
+    for page, place in zip(pages, places, strict=True):
         if found:
-            first, on_host, size = found[-1]
-            if (first + size, on_host + size) == (gpu, host):
-                found[-1] = (first, on_host, size + block_bytes)
+            first, other, length = found[-1]
+            if (first + length, other + length) == (page, place):
+                found[-1] = (first, other, length + size)
                 continue
-        found.append((gpu, host, block_bytes))
+        found.append((page, place, size))
     return found
 
 

@@ -80,8 +80,8 @@ class Transfer:
     """A copy between tiers that was issued, or (with neither direction) a wait for an event."""
 
     __slots__ = (
-        "inward", "keeps", "kind", "life", "nodes", "onboards", "outward", "range", "seq", "slots",
-        "state", "token",
+        "inward", "keeps", "kind", "life", "nodes", "onboards", "outward", "pieces", "range", "seq",
+        "slots", "sources", "state", "token",
     )  # fmt: skip
 
     def __init__(
@@ -92,6 +92,10 @@ class Transfer:
         self.token, self.seq, self.range, self.slots = token, seq, range_, slots
         self.nodes = nodes
         """What the index calls the pages that it keeps, or that are hits."""
+        self.sources: Sequence_[Range] = ()
+        """Ranges of others that hits are read from."""
+        self.pieces: Sequence_[tuple[int, int, int]] = ()
+        """(address, where from, bytes) of the hits."""
         self.outward, self.inward, self.keeps, self.onboards = outward, inward, keeps, onboards
         self.kind = "transfer" if outward or inward or keeps or onboards else "fence"
         """As what it holds its range: a copy, or a wait for the caller's event."""

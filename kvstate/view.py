@@ -114,6 +114,7 @@ def _transfers(kv: Manager) -> list[TransferFact]:
             keeps=item.keeps,
             onboards=item.onboards,
             range=item.range.number,
+            sources=tuple(source.number for source in item.sources),
             slots=_slots(item.slots),
         )
         for item in kv.flight.transfers.values()

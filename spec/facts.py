@@ -65,6 +65,8 @@ class TransferFact:
     keeps: bool
     onboards: bool
     range: int
+    sources: tuple[int, ...]
+    """Ranges of others that it reads."""
     slots: tuple[int, ...]
 
 

@@ -68,8 +68,11 @@ HOST: Final = Table(
         *rows("serve", (STALE, STALE_HELD), (STALE_HELD, STALE_HELD),
               why="a newcomer with the same prefix copies it to the GPU"),
         Row("served", STALE_HELD, STALE, "the last copy that reads it has ended"),
+        Row("served", DRAINING, FREE, "the last copy that reads it has ended, and nobody wants it",
+            action="scrub", failure=_SCRUB_FAILS),
         Row("evict", STALE, FREE, "room is wanted, or the prefix before it is gone",
             action="scrub", failure=_SCRUB_FAILS),
-        Row("evict", FILLING, DRAINING, "the prefix before it is gone while a copy writes it"),
+        *rows("evict", (FILLING, DRAINING), (STALE_HELD, DRAINING),
+              why="the prefix before it is gone while a copy names the slot"),
     ),
 )  # fmt: skip

@@ -140,8 +140,9 @@ def named_holders(view: View) -> Iterator[str]:
     for copy in view.transfers:
         moves = copy.outward or copy.inward or copy.keeps or copy.onboards
         kind = "transfer" if moves else "fence"
-        if (kind, copy.token) not in held.get(copy.range, ()):
-            yield f"transfer {copy.token} does not hold range {copy.range}"
+        for number in (copy.range, *copy.sources):
+            if (kind, copy.token) not in held.get(number, ()):
+                yield f"transfer {copy.token} does not hold range {number}"
     naming = Counter(row for step in view.steps for row in step.rows)
     for seq in view.sequences:
         if seq.steps != naming[seq.row]:
@@ -239,7 +240,8 @@ def hits_stay(view: View) -> Iterator[str]:
     if reading != view.readers:
         yield f"copies read {reading}, the books say {dict(view.readers)}"
     for slot, code in enumerate(view.host_states):
-        if (code == host.STALE_HELD.code) != (slot in reading):
+        idle = code == host.STALE_HELD.code and slot not in reading
+        if idle or (slot in reading and code not in (host.STALE_HELD.code, host.DRAINING.code)):
             yield f"host slot {slot} is {_slot(view, slot)}, and read by {reading.get(slot)}"
 
 

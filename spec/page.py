@@ -167,7 +167,7 @@ PAGE: Final = Table(
             "onboard",
             (VACANT, LOADING_PRIVATE),
             (DROPPED, LOADING_PRIVATE),
-            why="a hit: a newcomer with the same prefix gets its bytes from the host",
+            why="a hit: a newcomer with the same prefix gets its bytes from wherever they are",
             action="copy_in",
             before=("stream",),
             failure="nothing was issued; if the copy fails, the newcomer is dropped",

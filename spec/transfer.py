@@ -13,7 +13,9 @@ from kvstate.spec.table import Row, State, Table
 outward: Final = flag("outward", "copies the sequence's own pages to the host")
 inward: Final = flag("inward", "copies the sequence's own pages to the GPU")
 keeps: Final = flag("keeps", "copies pages that outlive their owner to the host")
-onboards: Final = flag("onboards", "copies pages to the GPU that somebody else has written")
+onboards: Final = flag(
+    "onboards", "copies pages to the GPU that somebody else has written, from wherever they are"
+)
 current: Final = flag("current", "the sequence's bytes still live the life it was issued in")
 
 ISSUED: Final = State(0, "ISSUED", "the device may run it at any moment", initial=True)

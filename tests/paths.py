@@ -60,9 +60,21 @@ _TWO: list[trace.AnyCall] = [
     trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
     trace.Commit(seq=2, tokens=[0, 0]),
 ]
+_MIXED: list[trace.AnyCall] = [
+    *_TWO,
+    trace.Close(seq=1),
+    trace.Poll(),
+    trace.Create(seq=5, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
+    trace.Resume(seq=5),
+    trace.Close(seq=2),
+    trace.Drop(seq=5),
+]
+"""A hit that is copied from another sequence and from the host at once, until both are gone."""
 RARE: tuple[list[trace.AnyCall], ...] = (
     [*_TWO, trace.Suspend(seq=2), trace.Poll(), trace.Resume(seq=2), trace.Drop(seq=1)],
     [*_TWO, trace.Close(seq=1), trace.Drop(seq=2)],
+    _MIXED,
+    [*_MIXED, trace.Poll()],
 )
 """Programs whose last call fires what is hardly ever drawn."""
 

@@ -120,7 +120,7 @@ def test_malformed_lines_are_named_and_skipped_only_if_asked(
 
 
 def test_scaling_keeps_a_request_within_what_is_allowed() -> None:
-    assert scaled(Request(1000, 100), 0.1, 5000) == Request(100, 10)
-    assert scaled(Request(1000, 100), 0.0001, 5000) == Request(1, 1)
+    assert scaled(Request(1000, 100), 0.1, 5000) == Request(100, 10, block_tokens=51)
+    assert scaled(Request(1000, 100), 0.0001, 5000) == Request(1, 1, block_tokens=1)
     big = scaled(Request(10_000, 10_000), 1.0, 5000)
     assert (big.prompt_tokens, big.total_tokens) == (4999, 5000)

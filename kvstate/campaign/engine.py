@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 from attrs import define, field, frozen
 
-from kvstate.campaign.model import SegmentRow, Story
-from kvstate.campaign.player import host_rows, publish
+from kvstate.campaign.model import Library, SegmentRow, Story
+from kvstate.campaign.player import begin, host_rows, publish
 from kvstate.config import Config
 from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
@@ -28,6 +28,8 @@ from kvstate.sequence import Sequence
 
 SAMPLE_TOKENS = 32
 """How much history a step reads back of each sequence."""
+OWN_IDS = 1 << 30
+"""Ids from here on are of one request alone."""
 LAWS_EVERY = 64
 """Steps from one check of the laws to the next."""
 
@@ -40,6 +42,18 @@ class Request:
     prompt_tokens: int
     output_tokens: int
     blocks: tuple[int, ...] = ()
+    block_tokens: int = 512
+    """Tokens of each of these blocks."""
+
+    def token_ids(self, number: int) -> list[int]:
+        """The ids of prompt and output: equal where the blocks are, else of this request alone."""
+        size, ids = self.block_tokens, np.arange(self.total_tokens, dtype=np.int64)
+        names = np.array(self.blocks, np.int64)[: -(-self.prompt_tokens // size)]
+        shared = min(self.prompt_tokens, len(names) * size)
+        found = OWN_IDS + (number * 7919 + ids) % OWN_IDS
+        found[:shared] = (names[ids[:shared] // size] * size + ids[:shared] % size) % OWN_IDS
+        tokens: list[int] = found.tolist()
+        return tokens
 
     @property
     def total_tokens(self) -> int:
@@ -54,6 +68,8 @@ class Running:
     request: Request
     seq: Sequence
     story: Story
+    tokens: list[int]
+    """The ids of its prompt, and what it will say."""
     known_tokens: int
     """Tokens whose ids are known: the prompt, and what was generated before a drop."""
     checked: bool = True
@@ -72,6 +88,10 @@ class Outcome:
     bytes_verified: int = 0
     mismatches: int = 0
     violations: list[str] = field(factory=list)
+    prompt_tokens: int = 0
+    """Tokens that were looked up, of requests that began or began again."""
+    hit_tokens: int = 0
+    """Those of them that came from others."""
     mapping_calls_at_tenth: int | None = None
     """Mapping calls when a tenth of the requests had finished."""
     mapping_calls_end: int = 0
@@ -94,6 +114,8 @@ class Engine:
         self.suspended: deque[Running] = deque()
         self.batch = self.kv.batch([])
         self.outcome = Outcome()
+        self.library = Library(config.tokens_per_block)
+        self._started = 0
         self._checks: list[Check] = []
         self._cursor = 0
 
@@ -147,11 +169,16 @@ class Engine:
                 return
 
     def _start(self, request: Request) -> None:
-        seq = self.kv.create(max_tokens=request.total_tokens)
-        story = Story(seq.uid, request.total_tokens, b"", committing=True)
-        one = Running(request, seq, story, request.prompt_tokens)
+        tokens = request.token_ids(self._started)
+        prompt, block = tokens[: request.prompt_tokens], self.kv.config.tokens_per_block
+        seq = self.kv.create(prompt, request.total_tokens)
+        story = Story(
+            seq.uid, request.total_tokens, b"", committing=True, prompt=prompt, block_tokens=block
+        )
+        one = Running(request, seq, story, tokens, request.prompt_tokens)
         if self._resume(one):
             self._enter(one)
+            self._started += 1
         else:
             self.kv.close_sequence(seq)
             self.waiting.appendleft(request)
@@ -163,7 +190,13 @@ class Engine:
             if not self.running:
                 raise
             return False
-        one.checked = one.seq.transfer is None
+        transfer = one.seq.transfer
+        one.checked = transfer is None
+        if not one.story.settled:
+            self.outcome.prompt_tokens += one.known_tokens
+        if transfer is not None and transfer.onboards:
+            begin(self.kv, self.library, one.seq, one.story, self.stream)
+            self.outcome.hit_tokens += one.seq.matched_tokens
         return True
 
     def _enter(self, one: Running) -> None:
@@ -192,11 +225,17 @@ class Engine:
         firsts = [one.story.settled for one in self.running]
         for one, count in zip(self.running, counts, strict=True):
             one.story.settled += count
+        said = [
+            one.tokens[first : first + count]
+            for one, first, count in zip(self.running, firsts, counts, strict=True)
+        ]
         if max(counts) == 1:
-            self.kv.commit_each(self.batch, firsts)
-        else:
-            for one, first, count in zip(self.running, firsts, counts, strict=True):
-                self.kv.commit(one.seq, np.arange(first, first + count, dtype=np.int32))
+            self.kv.commit_each(self.batch, [ids[0] for ids in said])
+        for one, ids in zip(self.running, said, strict=True):
+            if max(counts) > 1:
+                self.kv.commit(one.seq, ids)
+            one.story.name(ids)
+            self.library.enter(one.story)
         self.outcome.tokens += sum(counts)
         self.outcome.steps += 1
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import numpy as np
 from attrs import define, field
 
 from kvstate import pattern
@@ -20,32 +21,49 @@ SegmentRow = tuple[int, int, int, int, int]
 
 Writers = tuple[tuple[int, int], ...]
 """(count, key) runs of those who wrote some tokens."""
-Block = tuple[bytes, tuple[int, ...]]
-"""What a block must be found by: its tenant, and all tokens up to its end."""
 
 
 class Library:
-    """Who may have written each block that was ever committed: what a hit may bring."""
+    """Who may have written each block that was ever committed: what a hit may bring.
+
+    A block is known by its tenant and by all tokens up to its end.
+    """
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self.known: dict[Block, list[Writers]] = {}
+        self._names: dict[tuple[object, bytes], int] = {}
+        """A number for each block, by the one before it (or the tenant) and its tokens."""
+        self._writers: list[list[Writers]] = []
 
-    def enter(self, story: Story, known: int) -> None:
-        """Blocks of the story have become full since it knew that many tokens."""
+    def enter(self, story: Story) -> None:
+        """Blocks of the story may have become full."""
         size = self.block_tokens
-        for end in range(known - known % size + size, story.known + 1, size):
-            writers = story.writers(end - size, end)
-            entries = self.known.setdefault(self._block(story, end), [])
-            if writers not in entries:
-                entries.append(writers)
+        while (len(story.path) + 1) * size <= story.known:
+            start = len(story.path) * size
+            key = self._key(story, story.path, story.tokens)
+            name = self._names.setdefault(key, len(self._writers))
+            if name == len(self._writers):
+                self._writers.append([])
+            story.path.append(name)
+            writers = story.writers(start, start + size)
+            if writers not in self._writers[name]:
+                self._writers[name].append(writers)
 
-    def candidates(self, story: Story, end: int) -> list[Writers]:
-        """Who may have written the block of the story's prompt that ends there: runs of each."""
-        return self.known.get(self._block(story, end, story.prompt), [])
+    def candidates(self, story: Story, blocks: int) -> list[list[Writers]]:
+        """Who may have written each of the first blocks of the story's prompt; and its path."""
+        path: list[int] = []
+        for _ in range(blocks):
+            name = self._names.get(self._key(story, path, story.prompt))
+            if name is None:
+                return []
+            path.append(name)
+        story.path = path
+        return [self._writers[name] for name in path]
 
-    def _block(self, story: Story, end: int, tokens: list[int] | None = None) -> Block:
-        return story.tenant, tuple((story.tokens if tokens is None else tokens)[:end])
+    def _key(self, story: Story, path: list[int], tokens: list[int]) -> tuple[object, bytes]:
+        start = len(path) * self.block_tokens
+        ids = np.array(tokens[start : start + self.block_tokens], np.int32)
+        return (path[-1] if path else story.tenant), ids.tobytes()
 
 
 @define(eq=False)
@@ -73,6 +91,8 @@ class Story:
     prompt: list[int] = field(factory=list)
     """What it is known to begin with."""
     block_tokens: int = 1
+    path: list[int] = field(factory=list)
+    """What the library calls its full known blocks."""
 
     def write(self, count: int) -> int:
         """The next tokens are written; the key of their writer."""
@@ -115,6 +135,7 @@ class Story:
         self.written = kept
         self.scheduled = self.settled = length
         del self.tokens[length:]
+        del self.path[length // self.block_tokens :]
         self.known = len(self.tokens)
         self.writer += 1
 

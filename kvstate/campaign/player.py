@@ -33,11 +33,10 @@ from kvstate.errors import (
     LawViolation,
 )
 from kvstate.manager import Manager
-from kvstate.observe import check_end, observe
+from kvstate.observe import check_end, check_laws, observe
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
-from kvstate.reuse import slots_of
-from kvstate.sequence import Sequence, Step, Transfer
+from kvstate.sequence import Sequence, Step
 from kvstate.spec.host import FREE
 from kvstate.spec.range import PARKED
 
@@ -115,13 +114,17 @@ class Player:
         self.seqs: dict[int, Played] = {}
         self.steps: dict[int, Launch] = {}
         self.library = Library(header.config.tokens_per_block)
+        self.texts: deque[tuple[bytes, list[int]]] = deque(maxlen=12)
+        """What sequences have lately said, and their tenants."""
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = 0
         self.last: int | None = None
         """The sequence that the last call named."""
-        self.planned: deque[trace.AnyCall] = deque()
-        """Calls that a rule wants to come next."""
+        self.rewound = False
+        """The last call took tokens back."""
+        self.planned: deque[Any] = deque()
+        """What a rule wants to come next: calls, and rules."""
         self.head: tuple[bytes, list[int]] = b"", []
         """Its tenant and the tokens of its first block, before that call."""
         self._lost = False
@@ -146,6 +149,7 @@ class Player:
 
     def _apply(self, call: trace.AnyCall) -> trace.AnyCall:
         self._lost, self.last = False, getattr(call, "seq", None)
+        self.rewound = isinstance(call, trace.Rewind)
         if self.last in self.seqs:
             self.head = self._head(self.seqs[self.last])
         if call.seed is not None:
@@ -203,8 +207,9 @@ class Player:
 
     def alike(self) -> list[int]:
         """Other sequences of the last one's tenant that begin with the same block."""
-        found = [name for name, played in self.seqs.items() if self._head(played) == self.head]
-        return [name for name in found if name != self.last] if self.head[1] else []
+        head = self._head(self.seqs[self.last]) if self.last in self.seqs else self.head
+        found = [name for name, played in self.seqs.items() if self._head(played) == head]
+        return [name for name in found if name != self.last] if head[1] else []
 
     def _head(self, played: Played) -> tuple[bytes, list[int]]:
         return played.story.tenant, played.story.tokens[: self.config.tokens_per_block]
@@ -254,38 +259,7 @@ class Player:
         played.story.phase, played.stream = "ACTIVE", stream
         transfer = played.seq.transfer
         if transfer is not None and transfer.onboards:
-            self._begin(played, transfer)
-
-    def _begin(self, played: Played, transfer: Transfer) -> None:
-        """It begins with what others wrote: find out who, and that they may have been meant."""
-        seq, story, block = played.seq, played.story, self.config.tokens_per_block
-        tokens = seq.matched_tokens
-        prefix = np.array(story.prompt[:tokens], np.int32).tobytes()
-        self._same(f"{seq}: the tokens of its hit", b"".join(seq.keys), prefix)
-        if tokens % block or tokens >= len(story.prompt):
-            raise Broken("model", f"{seq} hits {tokens} tokens of {len(story.prompt)}")
-        written: list[tuple[int, int]] = []
-        for at, slot in enumerate(slots_of(transfer.slots)):
-            found = self.library.candidates(story, (at + 1) * block)
-            written += self._written_by(seq, found, slot, at * block)
-        story.begin(written)
-
-    def _written_by(
-        self, seq: Sequence, candidates: list[Writers], slot: int, position: int
-    ) -> Writers:
-        """Which of those who may have written a block did, by its bytes on the host."""
-        row, host = self.kv.geometry.row_bytes, self.kv.host
-        for writers in candidates:
-            segments, at = [], 0
-            for count, key in writers:
-                address = host.address + slot * host.block_bytes + at * row
-                segments.append((address, position + at, count, key, -1))
-                at += count
-            check = self.device.verify(self._audit_stream, np.array(segments, SEGMENT))
-            self.device.synchronize(self._audit_stream)
-            if not sum(check.wrong):
-                return writers
-        raise Broken("bytes", f"{seq} hits host slot {slot}, of {len(candidates)} writers none")
+            begin(self.kv, self.library, played.seq, played.story, self._audit_stream)
 
     def _resize(self, call: trace.Resize) -> None:
         self.kv.resize(self.known(call.seq).seq, call.tokens)
@@ -313,6 +287,8 @@ class Player:
             parts = [part for part in launch.parts if part.played.stream is stream]
             if parts:
                 self._launch(launch, stream, parts)
+        if self.checked and self.device.ledger().work:
+            check_laws(self.kv, self.laws)  # with what has just been launched
 
     def _launch(self, launch: Launch, stream: Stream, parts: list[Part]) -> None:
         """Read the history of the sequences on their stream, then write their new tokens."""
@@ -367,9 +343,9 @@ class Player:
         self._name(played.story, call.tokens)
 
     def _name(self, story: Story, tokens: list[int]) -> None:
-        known = story.known
         story.name(tokens)
-        self.library.enter(story, known)
+        self.library.enter(story)
+        self.texts.append((story.tenant, list(story.tokens)))
 
     def _commiteach(self, call: trace.CommitEach) -> None:
         members = [self.known(name) for name in call.seqs]
@@ -530,6 +506,49 @@ def publish(kv: Manager, stream: Stream, seqs: Ordered[Sequence], part: int = 0)
     bases, lengths = [seq.base or 0 for seq in seqs], [seq.scheduled_tokens for seq in seqs]
     device.publish(stream, entries, bases, lengths)
     return entries
+
+
+def begin(kv: Manager, library: Library, seq: Sequence, story: Story, stream: Stream) -> None:
+    """The sequence begins with what others wrote: find out who. Raises Broken if that is not what
+    its prompt says, or if nobody wrote it."""
+    block, tokens = kv.config.tokens_per_block, seq.matched_tokens
+    prefix = np.array(story.prompt[:tokens], np.int32).tobytes()
+    if b"".join(seq.keys) != prefix or tokens % block or tokens >= len(story.prompt):
+        raise Broken("model", f"{seq} hits {tokens} tokens that are not those of its prompt")
+    assert seq.transfer is not None
+    found = library.candidates(story, tokens // block)
+    if len(found) != tokens // block:
+        raise Broken("bytes", f"{seq} hits {tokens} tokens that nobody committed")
+    written: list[tuple[int, int]] = []
+    sources = [
+        source + offset
+        for _, source, size in seq.transfer.pieces
+        for offset in range(0, size, kv.geometry.block_bytes)
+    ]
+    for at, (source, candidates) in enumerate(zip(sources, found, strict=True)):
+        written += _written_by(kv, candidates, source, at * block, stream)
+    story.begin(written)
+
+
+def _written_by(
+    kv: Manager, candidates: list[Writers], source: int, position: int, stream: Stream
+) -> Writers:
+    """Which of those who may have written a block did, by the bytes that are copied."""
+    row, device = kv.geometry.row_bytes, kv.device
+    if len(candidates) == 1:
+        return candidates[0]
+    assert hasattr(device, "verify")
+    assert hasattr(device, "synchronize")
+    for writers in candidates:
+        segments, at = [], 0
+        for count, key in writers:
+            segments.append((source + at * row, position + at, count, key, -1))
+            at += count
+        check = device.verify(stream, np.array(segments, SEGMENT))
+        device.synchronize(stream)
+        if not sum(check.wrong):
+            return writers
+    raise Broken("bytes", f"{source:#x} was written by none of {len(candidates)} writers")
 
 
 def host_rows(kv: Manager, seq: Sequence, story: Story) -> list[SegmentRow]:

@@ -55,6 +55,14 @@ class ReplayReport(msgspec.Struct, frozen=True):
     mismatches: int
     violations: list[str]
     seconds: float
+    steps_per_second: float
+    hit_rate: float
+    """Of the tokens of all prompts, those that came from others."""
+    hits: dict[str, int]
+    """The same in tokens, by where they were: `host`, or `live` (with who computed them)."""
+    kept_blocks: int
+    """Blocks that outlived their sequences on the host."""
+    evicted_blocks: int
 
 
 _line = msgspec.json.Decoder(MooncakeLine)
@@ -84,10 +92,14 @@ def uniform(count: int, prompt_tokens: int, output_tokens: int) -> list[Request]
 
 
 def serving_config(
-    shape: LayerSpec, gpu: GpuTier, host: HostTier | None, *, block: int, batch: int
-) -> Config:
+    shape: LayerSpec, gpu: GpuTier, host: HostTier | None, *, block: int, batch: int,
+    reuse: bool = True,
+) -> Config:  # fmt: skip
     """A configuration whose longest sequence fills the budget."""
-    draft = Config(layers=[shape], gpu=gpu, host=host, tokens_per_block=block, max_tokens=1)
+    draft = Config(
+        layers=[shape], gpu=gpu, host=host, tokens_per_block=block, max_tokens=1,
+        write_through="on_free" if reuse else "off",
+    )  # fmt: skip
     sizes = Geometry(draft)
     longest = sizes.tokens(sizes.budget_frames)
     return evolve(draft, max_tokens=longest, max_sequences=8 * batch)
@@ -97,7 +109,7 @@ def scaled(request: Request, scale: float, longest: int) -> Request:
     """The request with its lengths multiplied, and cut to what the configuration allows."""
     prompt = max(1, min(round(request.prompt_tokens * scale), longest - 1))
     output = max(1, min(round(request.output_tokens * scale), longest - prompt))
-    return Request(prompt, output, request.blocks)
+    return Request(prompt, output, request.blocks, max(1, round(request.block_tokens * scale)))
 
 
 def replay_report(
@@ -124,6 +136,14 @@ def replay_report(
         mismatches=outcome.mismatches,
         violations=outcome.violations,
         seconds=round(seconds, 2),
+        steps_per_second=round(outcome.steps / seconds, 1),
+        hit_rate=round(outcome.hit_tokens / max(1, outcome.prompt_tokens), 4),
+        hits={
+            source: counters[f"hit_blocks.{source}"] * engine.kv.config.tokens_per_block
+            for source in ("host", "live")
+        },
+        kept_blocks=counters["kept_blocks"],
+        evicted_blocks=counters["evicted_blocks"],
     )
 
 
@@ -134,7 +154,13 @@ def replay_table(report: ReplayReport) -> Table:
     for name, value in (
         ("requests", f"{report.requests_finished:,} of {report.requests_total:,} finished"),
         ("tokens, steps", f"{report.tokens:,} in {report.steps:,} steps"),
-        ("speed", f"{report.steps / report.seconds:,.0f} steps a second"),
+        ("speed", f"{report.steps_per_second:,.0f} steps a second"),
+        (
+            "hit rate",
+            f"{report.hit_rate:.1%}, {report.hits['host']:,} tokens from the host, "
+            f"{report.hits['live']:,} from whoever runs",
+        ),
+        ("blocks kept, evicted", f"{report.kept_blocks:,}, {report.evicted_blocks:,}"),
         ("suspends, resumes, drops", f"{report.suspends}, {report.resumes}, {report.drops}"),
         ("adoptions", f"{report.adoptions:,}"),
         ("mapping calls", f"{report.driver_calls_steady:,} after the first tenth of the requests"),

@@ -8,7 +8,7 @@ Drawing arguments freely makes nearly every call illegal and finds nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from random import Random
 from typing import Final
 
@@ -66,7 +66,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         host=HostTier(slots * sizes.block_bytes) if slots else None,
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
-        write_through=random.choice(("on_free", "on_free", "on_free", "off")),
+        write_through=random.choice(("on_free",) * 5 + ("off",)),
         adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,
     )
@@ -85,9 +85,12 @@ def draw_weights(random: Random) -> list[float]:
 
 def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
     """The next call: of a rule that has something to draw, at times with a failure to come."""
-    if player.planned:
-        return dressed(player.planned.popleft(), random)
-    chance = 0.5 if player.alike() else 0.25
+    while player.planned:
+        planned = player.planned.popleft()
+        call = planned(player, random) if callable(planned) else planned
+        if call is not None:
+            return dressed(call, random)
+    chance = 0.6 if player.alike() else 0.25
     call = _follow_up(player, random) if random.random() < chance else None
     while call is None:
         call = random.choices(_CHOICES, weights)[0](player, random)
@@ -103,6 +106,8 @@ def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
     if name is None or name not in player.seqs:
         return None
     played = player.seqs[name]
+    if random.random() < (0.6 if player.rewound else 0.2) and may(played.seq, "step"):
+        return _in_a_row(player, _say(player, random, name))
     legal = [event for event in _OF_SEQUENCES if may(played.seq, event)]
     return _OF_SEQUENCES[random.choice(legal)][1](played, random, name) if legal else None
 
@@ -163,35 +168,99 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
     most = player.config.max_tokens
     tokens = max(random.randint(1, most), random.randint(1, most))
     salt, prompt = random.choice((b"", b"", b"\xaa", b"\xbb")), _ids(random, 3)
-    if player.library.known and random.random() < 0.7:
-        tenant, known = random.choice(list(player.library.known)[-12:])
+    if player.texts and random.random() < 0.7:
+        tenant, known = random.choice(player.texts)
         salt = tenant if random.random() < 0.9 else salt
         prompt = [*known, *prompt]
+    name = player.next_name()
+    if random.random() < 0.4:
+        player.planned.append(trace.Resume(seq=name, stream=random.randrange(STREAMS)))
     return trace.Create(
-        seq=player.next_name(), max_tokens=tokens, prompt=prompt, salt=salt.hex(),
-        commit=random.random() < 0.8,
-    )  # fmt: skip
+        seq=name, max_tokens=tokens, prompt=prompt, salt=salt.hex(), commit=random.random() < 0.8
+    )
+
+
+def _say(player: Player, random: Random, name: int) -> list[trace.AnyCall]:
+    """A sequence computes the next tokens, of its prompt if it has one, and names them all."""
+    story, step, room = player.seqs[name].story, player.next_name(), player.seqs[name].seq
+    left = len(story.prompt) - story.scheduled
+    count = left if left > 0 else random.randint(1, player.config.tokens_per_block)
+    count = min(count, room.max_tokens - room.scheduled_tokens)
+    calls: list[trace.AnyCall] = [
+        trace.Step(step=step, seqs=[name], tokens=[count]), trace.Settle(step=step),
+    ]  # fmt: skip
+    if may(room, "commit"):
+        ids = _next_ids(story, random, story.scheduled + count - story.known)
+        calls.append(trace.Commit(seq=name, tokens=ids))
+    return calls
 
 
 def _twins(player: Player, random: Random) -> trace.AnyCall | None:
-    """Two sequences that say the same, the second perhaps less of it: what one of them does
-    matters to the other. The calls that bring them there follow one another."""
+    """Two sequences that say the same, the second less of it, or what the first has said already:
+    what one of them does matters to the other. The calls that bring them there follow one
+    another."""
     block, most = player.config.tokens_per_block, player.config.max_tokens
     if len(player.kv.columns.free) < 2 or most < block:
         return None
     names = [player.next_name() for _ in range(2)]
     lengths = [random.randint(block, min(most, 4 * block)) for _ in names]
-    prompt = [random.randrange(2) for _ in range(max(lengths))]
-    step = player.next_name()
-    pairs = list(zip(names, sorted(lengths, reverse=True), strict=True))
+    length = min(most, max(lengths) + random.randint(0, 2 * block))
+    prompt = [random.randrange(2) for _ in range(length)]
+    lengths.sort(reverse=True)
     calls: list[trace.AnyCall] = [
         trace.Create(seq=name, max_tokens=most, prompt=prompt) for name in names
     ]
-    calls += [trace.Resume(seq=name, stream=random.randrange(STREAMS)) for name in names]
-    calls.append(trace.Step(step=step, seqs=names, tokens=[length for _, length in pairs]))
-    calls.append(trace.Settle(step=step))
-    calls += [trace.Commit(seq=name, tokens=prompt[:length]) for name, length in pairs]
-    player.planned.extend(calls[1:])
+    together = random.random() < 0.5
+    if together:
+        calls.append(trace.Resume(seq=names[1], stream=random.randrange(STREAMS)))
+    for name, length in zip(names, lengths, strict=True):
+        step = player.next_name()
+        resume = trace.Resume(seq=name, stream=random.randrange(STREAMS))
+        if name == names[0] or not together:
+            calls.append(resume)
+        if name == names[0] or together:
+            calls.append(trace.Step(step=step, seqs=[name], tokens=[length]))
+            calls.append(trace.Settle(step=step))
+            calls.append(trace.Commit(seq=name, tokens=prompt[:length]))
+    first = _in_a_row(player, calls)
+    if random.random() < 0.4:
+        player.planned.extend(_succession(player, random, names, prompt))
+    return first
+
+
+def _succession(
+    player: Player, random: Random, names: list[int], prompt: list[int]
+) -> Iterator[trace.AnyCall | Rule]:
+    """The first of two leaves, the second goes on and leaves too, and a third begins with what
+    they have said: after the second has left, or before."""
+    first, second = names
+    leave = (trace.Close, trace.Close, trace.Suspend, trace.Drop)
+    yield random.choice(leave)(seq=first)
+    if random.random() < 0.7:
+        yield trace.Poll()
+    late = random.random() < 0.6
+    if late:
+        yield lambda player, random: _go_on(player, random, second)
+        yield random.choice(leave)(seq=second)
+    third = player.next_name()
+    longer = [*prompt, *_ids(random, 3)]
+    yield trace.Create(seq=third, max_tokens=player.config.max_tokens, prompt=longer)
+    yield trace.Resume(seq=third, stream=random.randrange(STREAMS))
+    if not late:
+        yield random.choice(leave)(seq=second)
+        yield random.choice(leave)(seq=third)
+
+
+def _go_on(player: Player, random: Random, name: int) -> trace.AnyCall | None:
+    """The sequence says more, if it still can."""
+    played = player.seqs.get(name)
+    can = played is not None and may(played.seq, "step")
+    return _in_a_row(player, _say(player, random, name)) if can else None
+
+
+def _in_a_row(player: Player, calls: list[trace.AnyCall]) -> trace.AnyCall:
+    """The first of the calls; the others come next."""
+    player.planned.extendleft(reversed(calls[1:]))
     return calls[0]
 
 
@@ -299,7 +368,7 @@ _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
-    "twins": (0.8, _twins),
+    "twins": (2.5, _twins),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
 }  # fmt: skip
 

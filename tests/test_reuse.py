@@ -1,0 +1,250 @@
+"""What sequences share: found by equal tokens and tenant, kept while somebody has it, held while it
+is copied, and gone for good when its last copy is."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from kvstate import Manager, Sequence
+from kvstate.device import SEGMENT
+from kvstate.gpu import HostDevice, NullDevice
+from kvstate.spec.sequence import DROPPED
+from kvstate.view import view
+from tests.conftest import Open
+
+PROMPT = [3, 1, 4, 1, 5, 9, 2, 6]
+"""Four blocks of two tokens."""
+
+
+def said(kv: Manager, tokens: list[int], **how: object) -> Sequence:
+    """A running sequence that has written and named these tokens."""
+    seq = kv.create(tokens, 16, **how)  # type: ignore[arg-type]
+    seq.resume()
+    go_on(kv, seq, tokens)
+    return seq
+
+
+def go_on(kv: Manager, seq: Sequence, tokens: list[int]) -> None:
+    """The rest of these tokens, each written with its own id as the writer's key."""
+    start = seq.length_tokens
+    step = kv.step(kv.batch([seq]), len(tokens) - start)
+    device, row = kv.device, kv.geometry.row_bytes
+    if isinstance(device, HostDevice) and seq.base is not None:
+        device.set_rows(row)
+        rows = [(seq.base + at * row, at, 1, tokens[at], -1) for at in range(start, len(tokens))]
+        device.write(None, np.array(rows, SEGMENT))
+    kv.settle(step)
+    if seq.committing:
+        seq.commit(tokens[start:])
+
+
+def wrong(kv: Manager, seq: Sequence, tokens: list[int]) -> int:
+    """How many of a sequence's tokens do not have the bytes of these ids."""
+    device, row = kv.device, kv.geometry.row_bytes
+    assert isinstance(device, HostDevice)
+    assert seq.base is not None
+    rows = [(seq.base + at * row, at, 1, token, -1) for at, token in enumerate(tokens)]
+    check = device.verify(None, np.array(rows, SEGMENT))
+    device.synchronize(None)
+    return sum(check.wrong)
+
+
+def test_a_closed_sequence_is_found_on_the_host(open_manager: Open) -> None:
+    kv = open_manager()
+    said(kv, PROMPT).close()
+    assert kv.probe_reuse(PROMPT) == 0, "the copy has not ended"
+    kv.poll()
+    again = kv.create(PROMPT, 16)
+    assert (again.matched_tokens, again.length_tokens) == (6, 0)
+    again.resume()
+    assert (again.matched_tokens, again.length_tokens, again.committed_tokens) == (6, 6, 6)
+    kv.poll()
+    assert wrong(kv, again, PROMPT[:6]) == 0
+    go_on(kv, again, PROMPT)
+    assert wrong(kv, again, PROMPT) == 0
+
+
+def test_a_running_sequence_is_found_where_it_is(open_manager: Open) -> None:
+    kv = open_manager(slots=0)
+    first = said(kv, PROMPT)
+    second = kv.create([*PROMPT, 7], 16)
+    second.resume()
+    assert second.matched_tokens == 8
+    first.close()
+    kv.poll()
+    assert wrong(kv, second, PROMPT) == 0
+    assert kv.probe_reuse([*PROMPT, 7]) == 8, "the second has inherited it"
+
+
+def test_the_last_known_token_is_always_computed(open_manager: Open) -> None:
+    kv = open_manager()
+    said(kv, PROMPT)
+    assert [kv.probe_reuse(PROMPT[:length]) for length in range(9)] == [0, 0, 0, 2, 2, 4, 4, 6, 6]
+    assert kv.probe_reuse([*PROMPT, 1]) == 8
+
+
+@pytest.mark.parametrize("other", [[9, 1, 4, 1, 5], [3, 1, 4, 4, 5], [3, 1, 1, 4, 5], [3, 4, 1, 1]])
+def test_only_equal_tokens_from_the_beginning_are_found(
+    open_manager: Open, other: list[int]
+) -> None:
+    kv = open_manager()
+    said(kv, PROMPT)
+    same = next(at for at, (a, b) in enumerate(zip(PROMPT, other, strict=False)) if a != b)
+    assert kv.probe_reuse(other) == same // 2 * 2
+
+
+def test_nothing_is_found_across_tenants(open_manager: Open) -> None:
+    kv = open_manager()
+    said(kv, PROMPT, salt=b"one").close()
+    kv.poll()
+    for salt in (b"", b"two", b"on", b"one\0"):
+        assert kv.probe_reuse(PROMPT, salt=salt) == 0
+    assert kv.probe_reuse(PROMPT, salt=b"one") == 6
+
+
+def test_a_sequence_that_does_not_commit_finds_and_is_not_found(open_manager: Open) -> None:
+    kv = open_manager()
+    said(kv, PROMPT, commit=False).close()
+    kv.poll()
+    assert kv.probe_reuse(PROMPT) == 0
+    said(kv, PROMPT)
+    taker = kv.create(PROMPT, 16, commit=False)
+    taker.resume()
+    assert taker.matched_tokens == 6
+
+
+def test_switched_off_nothing_is_kept_and_nothing_found(open_manager: Open) -> None:
+    kv = open_manager(write_through="off")
+    said(kv, PROMPT).close()
+    said(kv, PROMPT)
+    kv.poll()
+    assert kv.probe_reuse(PROMPT) == 0
+    assert kv.stats().done.get("kept_blocks", 0) == 0
+
+
+def test_a_failed_write_out_leaves_nothing_that_is_found(open_manager: Open) -> None:
+    device = HostDevice()
+    kv = open_manager(device)
+    seq = said(kv, PROMPT)
+    device.fail_next("complete")
+    seq.close()
+    kv.poll()
+    assert kv.probe_reuse(PROMPT) == 0
+    assert kv.host.free == kv.host.capacity
+
+
+def test_a_close_succeeds_though_nothing_can_be_kept(open_manager: Open) -> None:
+    device = HostDevice()
+    kv = open_manager(device)
+    seq = said(kv, PROMPT)
+    device.fail_next("copy")
+    seq.close()
+    assert not kv.sequences
+    assert kv.probe_reuse(PROMPT) == 0
+
+
+def test_a_failed_hit_drops_the_newcomer_who_may_try_again(open_manager: Open) -> None:
+    device = HostDevice()
+    kv = open_manager(device)
+    said(kv, PROMPT).close()
+    kv.poll()
+    again = kv.create(PROMPT, 16)
+    device.fail_next("complete")
+    again.resume()
+    kv.poll()
+    assert (again.state, again.length_tokens, again.matched_tokens) == (DROPPED.code, 0, 0)
+    again.resume()
+    kv.poll()
+    assert (again.length_tokens, wrong(kv, again, PROMPT[:6])) == (6, 0)
+
+
+def test_a_dropped_sequence_finds_what_it_had_if_somebody_still_has_it(open_manager: Open) -> None:
+    kv = open_manager()
+    seq, other = said(kv, PROMPT), said(kv, PROMPT[:5])
+    seq.drop()
+    assert other.committed_tokens == 5
+    seq.resume()
+    assert seq.matched_tokens == 4
+    kv.poll()
+    assert wrong(kv, seq, PROMPT[:4]) == 0
+
+
+def test_a_rewind_takes_blocks_out_of_the_index(open_manager: Open) -> None:
+    kv = open_manager()
+    seq = said(kv, PROMPT)
+    seq.rewind(3)
+    assert kv.probe_reuse([*PROMPT, 1]) == 2
+    go_on(kv, seq, [3, 1, 4, 4, 4, 4])
+    assert kv.probe_reuse([3, 1, 4, 4, 4, 4, 0]) == 6
+
+
+def test_a_suspended_sequence_leaves_its_own_host_copy(open_manager: Open) -> None:
+    kv = open_manager()
+    seq = said(kv, PROMPT)
+    seq.suspend()
+    kv.poll()
+    copies = kv.device.calls["copy"]
+    seq.close()
+    assert kv.device.calls["copy"] == copies, "it is on the host already"
+    assert kv.probe_reuse([*PROMPT, 0]) == 8
+
+
+def test_room_is_made_by_evicting_the_least_recently_used_leaves_first(open_manager: Open) -> None:
+    kv = open_manager(slots=8, max_sequences=4)
+    for prompt in (PROMPT, [7] * 8):
+        said(kv, prompt).close()
+        kv.poll()
+    assert kv.host.free == 0
+    said(kv, [8] * 4).suspend()
+    assert kv.probe_reuse([*PROMPT, 0]) == 4, "the last two blocks of the older one are gone"
+    assert kv.probe_reuse([*[7] * 8, 0]) == 8
+
+
+def test_the_canonical_page_is_inherited_by_the_first_in_line(open_manager: Open) -> None:
+    kv = open_manager()
+    first, second, third = said(kv, PROMPT), said(kv, PROMPT), said(kv, PROMPT)
+    owners = [{node.owner for node in kv.reuse.index}]
+    for seq in (first, second):
+        seq.drop()
+        owners.append({node.owner for node in kv.reuse.index})
+    assert owners == [{first}, {second}, {third}]
+    third.drop()
+    assert len(kv.reuse.index) == 0
+
+
+def test_a_probe_changes_nothing(open_manager: Open) -> None:
+    kv = open_manager()
+    said(kv, PROMPT).close()
+    kv.poll()
+    ages = [node.used for node in kv.reuse.index]
+    before, calls = view(kv), dict(kv.device.calls)
+    assert kv.probe_reuse(PROMPT) == 6
+    assert (view(kv), dict(kv.device.calls)) == (before, calls)
+    assert [node.used for node in kv.reuse.index] == ages
+
+
+def test_a_rewind_waits_for_who_copies_its_pages(open_manager: Open) -> None:
+    device = HostDevice(streams="adversarial", seed=3)
+    kv = open_manager(device)
+    seq = said(kv, PROMPT)
+    device.quiesce()
+    other = kv.create(PROMPT, 16)
+    other.resume(device.stream())
+    quiesces = device.calls["quiesce"]
+    seq.rewind(0)
+    assert device.calls["quiesce"] == quiesces + 1
+    assert wrong(kv, other, PROMPT[:6]) == 0
+
+
+def test_reuse_needs_no_bytes() -> None:
+    """The null device: the books alone."""
+    from tests.conftest import small
+
+    with Manager(small(), NullDevice(), debug=True) as kv:
+        said(kv, PROMPT).close()
+        kv.poll()
+        again = kv.create(PROMPT, 16)
+        again.resume()
+        assert again.matched_tokens == 6
+        assert kv.stats().done["hit_blocks.host"] == 3
