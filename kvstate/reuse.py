@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Final
+from typing import Final, NamedTuple
 
 from attrs import frozen
 
@@ -40,8 +40,7 @@ _EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _SERVED: Final = frozenset((STALE.code, STALE_HELD.code))
 
 
-@frozen
-class Naming:
+class Naming(NamedTuple):
     """What a commit means for the index: which of the sequence's blocks it gets to name."""
 
     alive: int
@@ -109,13 +108,11 @@ class Reuse:
             alive -= 1
         wanted = [*seq.keys[alive:], *keys]
         found = self._below(seq.identity, nodes[alive - 1] if alive else None, wanted)
-        known = alive + len(found)
-        end = first + len(keys)
-        operands: Operands = {
-            "filled": ((seq.pages, max(known, first), end),),
-            "yielded": ((seq.pages, first, min(max(known, first), end)),),
-            "heirs": ((seq.pages, known, max(known, first)),),
-        }
+        known, end = alive + len(found), first + len(keys)
+        operands: Operands = {"filled": ((seq.pages, max(known, first), end),)}
+        if known != first:
+            operands["yielded"] = ((seq.pages, first, min(known, end)),)
+            operands["heirs"] = ((seq.pages, known, first),)
         return Naming(alive, found, wanted[len(found) :], operands)
 
     def _below(self, identity: Identity, node: Node | None, keys: list[bytes]) -> list[Node]:
@@ -133,14 +130,13 @@ class Reuse:
         """The commit has happened: the index follows."""
         if not self.enabled:
             return
-        del seq.nodes[naming.alive :]
+        nodes = seq.nodes
+        del nodes[naming.alive :]
         for node in naming.found:
             self._line_up(node, seq)
-        seq.nodes += naming.found
-        for key in naming.keys:
-            place = seq.nodes[-1] if seq.nodes else seq.identity
-            seq.nodes.append(self.index.insert(place, key, seq))
-        self.index.touch(seq.nodes[-1:])
+        nodes += naming.found
+        if naming.keys:
+            nodes += self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
 
     # Leaving.
 
@@ -188,6 +184,7 @@ class Reuse:
             self.index.give_slot(node, slot)
             if token is not None:
                 self.index.hold(node, ("write", token))
+        self.index.touch(nodes[-1:])
         self.counters["kept_blocks"] += len(nodes)
 
     def onboard(self, transfer: Transfer) -> None:

@@ -166,17 +166,21 @@ class Stepping(Core):
         open_block = self.columns.open_block[seq.row]
         ids = np.concatenate([open_block[: known % block], ids])
         whole = len(ids) - len(ids) % block
-        self._name(seq, [ids[at : at + block].tobytes() for at in range(0, whole, block)])
+        plan = self.flight.plan()
+        self._name(plan, seq, [ids[at : at + block].tobytes() for at in range(0, whole, block)])
+        self.flight.settle(plan)
         open_block[: len(ids) - whole] = ids[whole:]
         self.columns.known[seq.row] += len(ids) - known % block
 
-    def _name(self, seq: Sequence, keys: list[bytes]) -> None:
-        """The next blocks are full and known: the index names them, or names others."""
+    def _name(self, plan: Plan, seq: Sequence, keys: list[bytes]) -> None:
+        """The next blocks are full and known: the index names them, or names others.
+
+        The index follows at once, so that the next one of a batch finds them; that the event is
+        legal is known by then.
+        """
         naming = self.reuse.naming(seq, keys)
-        plan = self.flight.plan()
         plan.operands = naming.operands
         plan.move(_COMMIT, seq)
-        self.flight.settle(plan)
         seq.keys += keys
         self.reuse.named(seq, naming)
 
@@ -197,9 +201,11 @@ class Stepping(Core):
         full = np.flatnonzero((places + 1) % block == 0).tolist()
         columns.open_block[rows, places % block] = ids
         columns.known += batch.mask
+        plan = self.flight.plan()
         for at in full:
             seq = batch.seqs[at]
-            self._name(seq, [columns.open_block[seq.row].tobytes()])
+            self._name(plan, seq, [columns.open_block[seq.row].tobytes()])
+        self.flight.settle(plan)
 
     def _check_commit(self, batch: Batch) -> None:
         """Find every member ready to commit; that holds until a state changes."""

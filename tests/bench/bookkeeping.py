@@ -36,13 +36,19 @@ class Report(msgspec.Struct, frozen=True):
     step_us_long: float
     """The same at 100,000 tokens a sequence."""
     step_commit_us: float
-    """With the commit of one token of each: eight blocks a step become full."""
+    """With the commit of one token of each: eight blocks a step become full. Without an index."""
+    decode_step_us: float
+    """The same with an index, which then names these blocks."""
     suspend_us: float
     resume_us: float
     close_us: float
     """Of a sequence of 20 blocks."""
     grow_us: float
     """A step of one sequence that crosses a frame."""
+    lookup_us: float
+    """`probe_reuse` of a prompt of 512 tokens in blocks of 16, all but the last found."""
+    create_hit_us: float
+    """`create` with such a prompt."""
     reference_us: float
     """A fixed piece of plain Python, for comparing machines."""
 
@@ -54,14 +60,15 @@ def timed(call: Callable[[], object]) -> float:
     return (perf_counter_ns() - started) / 1000
 
 
-def opened(max_tokens: int) -> Manager:
+def opened(max_tokens: int, block: int = BLOCK, *, reuse: bool = True) -> Manager:
     config = Config(
         layers=[LayerSpec(kv_heads=8, head_dim=128, count=32)],
         gpu=GpuTier(budget_bytes=2_000_000 * 2 * MIB),
         host=HostTier(4096 * 4 * MIB),
-        tokens_per_block=BLOCK,
+        tokens_per_block=block,
         max_tokens=max_tokens,
         max_sequences=SEQUENCES,
+        write_through="on_free" if reuse else "off",
     )
     return Manager(config, NullDevice())
 
@@ -77,9 +84,9 @@ def running(kv: Manager, tokens: int) -> list[Sequence]:
     return seqs
 
 
-def step(tokens: int, *, commit: bool = False) -> float:
+def step(tokens: int, *, commit: bool = False, reuse: bool = True) -> float:
     """Median of one step and settle of all sequences."""
-    with opened(tokens + 2 * REPEATS) as kv:
+    with opened(tokens + 2 * REPEATS, reuse=reuse) as kv:
         seqs = running(kv, tokens)
         batch, ids = kv.batch(seqs), np.arange(SEQUENCES, dtype=np.int32)
         if commit:
@@ -134,6 +141,24 @@ def grow() -> float:
     return median(crossing) - median(plain)
 
 
+def lookup() -> dict[str, float]:
+    """Medians of looking a prompt up, and of a create that does."""
+    prompt = np.arange(513, dtype=np.int32)
+    created: list[float] = []
+    with opened(2048, block=16) as kv:
+        first = kv.create(prompt)
+        first.resume()
+        kv.settle(kv.step(kv.batch([first]), len(prompt)))
+        first.commit(prompt)
+        assert kv.probe_reuse(prompt) == 512
+        found = median(timed(lambda: kv.probe_reuse(prompt)) for _ in range(REPEATS))
+        for _ in range(REPEATS):
+            created.append(timed(lambda: kv.create(prompt)))
+            next(reversed(kv.sequences.values())).close()
+        first.close()
+    return {"lookup_us": found, "create_hit_us": median(created)}
+
+
 def reference() -> float:
     """A hundred dictionary entries and as many tuples."""
 
@@ -151,8 +176,10 @@ def main() -> None:
     report = Report(
         step_us=step(1000),
         step_us_long=step(100_000),
-        step_commit_us=step(1000, commit=True),
+        step_commit_us=step(1000, commit=True, reuse=False),
+        decode_step_us=step(1000, commit=True),
         **lifecycle(),
+        **lookup(),
         reference_us=reference(),
     )
     if "--json" in sys.argv:
