@@ -26,7 +26,8 @@ from attrs import field, frozen
 from msgspec import Meta, Struct
 
 from kvstate.errors import TraceError
-from kvstate.index import Adapter, Index, Medium, Node
+from kvstate.index import Index, Medium, Node
+from kvstate.keys import Adapter
 
 Number = Annotated[int, Meta(ge=0)]
 NUMBER_BYTES: Final = 8

@@ -27,7 +27,8 @@ from kvstate.arena import Range
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
-from kvstate.index import ID_BYTES, Identity, Node, token_bytes
+from kvstate.index import Node
+from kvstate.keys import ID_BYTES, Identity, token_bytes
 from kvstate.plan import Plan
 from kvstate.reuse import Leaving, runs_of, slots_of, source_of
 from kvstate.sequence import Sequence, Transfer

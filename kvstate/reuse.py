@@ -25,7 +25,8 @@ from attrs import frozen
 from kvstate.act import Actor
 from kvstate.arena import Range
 from kvstate.flight import Flight
-from kvstate.index import Holder, Identity, Index, Node
+from kvstate.index import Holder, Index, Node
+from kvstate.keys import Identity
 from kvstate.plan import Cells, Plan, Run
 from kvstate.runs import Operands
 from kvstate.sequence import Sequence, Transfer

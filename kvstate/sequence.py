@@ -18,7 +18,8 @@ import numpy.typing as npt
 from kvstate.arena import Range
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
-from kvstate.index import Identity, Node
+from kvstate.index import Node
+from kvstate.keys import Identity
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (
     DROPPED,

@@ -22,7 +22,8 @@ from kvstate.events import (
     encode,
     replay,
 )
-from kvstate.index import Identity, Index, Node, token_bytes
+from kvstate.index import Index, Node
+from kvstate.keys import Identity, token_bytes
 
 ME = Identity(salt=b"secret")
 OWNER = "a sequence"

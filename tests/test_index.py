@@ -16,7 +16,8 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 
 from kvstate.errors import ConfigError, IllegalTransition
 from kvstate.events import Numbered, Publisher, Replica, decode, encode
-from kvstate.index import Extra, Holder, Identity, Index, Node, Place, extra_bytes, token_bytes
+from kvstate.index import Holder, Index, Node, Place
+from kvstate.keys import Extra, Identity, extra_bytes, token_bytes
 
 ME = Identity()
 BLOCK = 2
