@@ -225,6 +225,9 @@ def _twins(player: Player, random: Random) -> trace.AnyCall | None:
     first = _in_a_row(player, calls)
     if random.random() < 0.4:
         player.planned.extend(_succession(player, random, names, prompt))
+    elif not together and random.random() < 0.5:
+        player.planned.append(trace.Rewind(seq=names[0], tokens=random.randint(0, block)))
+        player.planned.append(lambda player, random: _go_on(player, random, names[0]))
     return first
 
 
