@@ -32,14 +32,15 @@ class Stats:
     frame_charges: dict[str, int]
     """Frames by payer: `sequence`, `parked`, `fence`, `pool`."""
     host_charges: dict[str, int]
-    """Host slots by payer: `suspended`, `drain`."""
+    """Host slots by payer: `suspended`, `drain`, `index`."""
     steps_in_flight: int
     transfers_in_flight: int
     refusals: dict[str, int]
     """Capacity errors by the check that refused: `gate`, `budget`, `limit`, `addresses`, ..."""
     done: dict[str, int]
     """What was done so far: starts, resumes, suspends, drops, closes, adoptions, quiesces,
-    spilled_frames, host_bytes_moved, failed_copies, late_completions."""
+    spilled_frames, host_bytes_moved, failed_copies, late_completions, and of blocks:
+    hit_blocks.host, hit_blocks.live, kept_blocks, evicted_blocks."""
     device_calls: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
