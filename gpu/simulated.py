@@ -6,6 +6,7 @@ subclass says what moving bytes means.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
@@ -16,7 +17,7 @@ from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
 from kvstate.spec.facts import Ledger
 
 
-class SimulatedDevice(Books):
+class SimulatedDevice(Books, ABC):
     """A device whose streams are simulated."""
 
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
@@ -129,13 +130,13 @@ class SimulatedDevice(Books):
         """The device's own books."""
         return self.books(self.streams.works())
 
+    @abstractmethod
     def move(self, runs: Sequence[CopyRun]) -> bool:
         """Move the bytes of a copy; whether every address was there."""
-        raise NotImplementedError
 
+    @abstractmethod
     def spoil(self, runs: Sequence[CopyRun]) -> None:
         """What a failed copy leaves: anything at all."""
-        raise NotImplementedError
 
     def _run_copy(self, token: int, runs: Sequence[CopyRun]) -> None:
         failed = token in self._doomed

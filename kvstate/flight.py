@@ -191,7 +191,7 @@ class Flight:
         if shared:
             self.reuse.ended(transfer, ok)
         if leaving is not None:
-            self.reuse.free(self.reuse.left(leaving))
+            self.reuse.left(leaving)
         self.columns.version += 1
         if not ok:
             self.counters["failed_copies"] += 1

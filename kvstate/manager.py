@@ -89,7 +89,8 @@ class Manager(Stepping):
         """Admit a sequence of at most `max_tokens` tokens. It holds no memory yet.
 
         `prompt_tokens` is anything that numpy makes one row of int32 of. Its longest prefix that
-        the host has comes with `resume`; `matched_tokens` says how long that is, now as a forecast
+        the host or a running sequence has comes with `resume`; `matched_tokens` says how long that
+        is, now as a forecast
         (it may be gone by then, report B77), afterwards for sure. `salt` names its tenant: nothing
         is found across salts. With `commit=False` its blocks stay writable and private. Raises
         OutOfRows, or OutOfFrames if it could not even run alone (report B140).
@@ -114,13 +115,13 @@ class Manager(Stepping):
         return seq
 
     def _hits(self, seq: Sequence) -> list[Node]:
-        """What the sequence could have from the host. Its last known token is always computed."""
+        """What the sequence could have from others. Its last known token is always computed."""
         known = len(seq.prompt) // ID_BYTES
         most = min(max(0, known - 1), seq.max_tokens) // self.config.tokens_per_block
         return self.reuse.hits(seq.identity, seq.prompt, most)
 
     def probe_reuse(self, prompt_tokens: npt.ArrayLike, *, salt: bytes = b"") -> int:
-        """How many tokens a sequence with this prompt would have from the host now.
+        """How many tokens a sequence with this prompt would have from others now.
 
         Changes nothing, not even what is used least.
         """
@@ -179,11 +180,11 @@ class Manager(Stepping):
     def resume(self, seq: Sequence, stream: Stream = None) -> None:
         """Give the sequence a range; if it was suspended, copy its bytes back.
 
-        One that begins (again) gets the longest prefix of its prompt that the host has: it then
-        has `matched_tokens` tokens, which need not be computed. The copy is issued, not waited for:
-        later work of `stream` waits for it on the device. Raises OutOfFrames, from the gate too
-        (see `admits`). If the copy fails, the sequence is SUSPENDED again, or DROPPED if it was a
-        prefix, and steps issued meanwhile mean nothing.
+        One that begins (again) gets the longest prefix of its prompt that the host or a running
+        sequence has: it then has `matched_tokens` tokens, which need not be computed. The copy is
+        issued, not waited for: later work of `stream` waits for it on the device. Raises
+        OutOfFrames, from the gate too (see `admits`). If the copy fails, the sequence is SUSPENDED
+        again, or DROPPED if it was a prefix, and steps issued meanwhile mean nothing.
         """
         self._enter()
         if seq.writing:
@@ -305,7 +306,7 @@ class Manager(Stepping):
         plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands
         plan.move(_REWIND, seq)
         self.flight.settle(plan)
-        self.reuse.free(self.reuse.left(leaving))
+        self.reuse.left(leaving)
         if full < len(seq.keys):
             self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32)
             del seq.keys[full:]
@@ -380,7 +381,8 @@ class Manager(Stepping):
         self._enter()
         self._legal(event, seq)
         leaving = self.reuse.leaving(seq)
-        if keep and seq.range is not None and seq.transfer is None and leaving.lost:
+        keep = keep and bool(leaving.lost) and seq.transfer is None
+        if keep and seq.range is not None:
             self.reuse.make_room(len(leaving.lost))
             leaving = self.reuse.leaving(seq)
         plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=keep)
@@ -402,7 +404,7 @@ class Manager(Stepping):
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
         self.reuse.keep(nodes, slots, plan.token)
-        self.reuse.free(self.reuse.left(leaving, len(slots)))
+        self.reuse.left(leaving, len(slots))
 
     def _plan_leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands,
@@ -411,12 +413,11 @@ class Manager(Stepping):
         """The plan, and the host slots that the first of the lost blocks stay in."""
         plan, slots = self.flight.plan(), list[int]()
         plan.operands = operands = leaves | runs.hosted(seq) | leaving.operands
-        if keep and leaving.lost and seq.transfer is None:
-            if seq.range is not None:
-                slots = self._plan_keep(plan, operands, seq, leaving.lost)
-                plan.stream, plan.event = seq.stream, after
-            else:
-                slots = self._plan_bequest(operands, seq, leaving.lost)
+        if keep and seq.range is not None:
+            slots = self._plan_keep(plan, operands, seq, leaving.lost)
+            plan.stream, plan.event = seq.stream, after
+        elif keep:
+            slots = self._plan_bequest(operands, seq, leaving.lost)
         plan.move(event, seq)
         return plan, slots
 

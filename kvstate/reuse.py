@@ -161,8 +161,8 @@ class Reuse:
         if line is not None and line.pop(seq.uid, None) is not None and not line:
             del self.lines[node]
 
-    def left(self, leaving: Leaving, kept: int = 0) -> list[int]:
-        """The sequence has left: the index follows. Host slots that nobody can find any more.
+    def left(self, leaving: Leaving, kept: int = 0) -> None:
+        """The sequence has left: the index follows, and host slots that nobody can find are freed.
 
         The first `kept` of the lost blocks have a host slot by now.
         """
@@ -175,7 +175,8 @@ class Reuse:
         for node in leaving.lost[:kept]:
             self.index.lose_owner(node, seq)
         del seq.nodes[leaving.low :]
-        return self._cut(leaving.lost[kept]) if kept < len(leaving.lost) else []
+        if kept < len(leaving.lost):
+            self.free(self._cut(leaving.lost[kept]))
 
     # Pages on the host that are nobody's.
 

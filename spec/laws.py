@@ -485,8 +485,9 @@ def tier_order(view: View) -> Iterator[str]:
         if block.parent is not None and not users[block.name] <= users[block.parent]:
             missing = users[block.name] - users[block.parent]
             yield f"block {block.ordinal} is of {missing}, the one before it is not"
-        if block.owner is None and block.slot is None:
-            yield f"block {block.ordinal} has its bytes nowhere"
+        if (block.owner is None) == (block.slot is None):
+            where = "nowhere" if block.slot is None else "twice"
+            yield f"block {block.ordinal} has its canonical page {where}"
 
 
 @_law(23, "isolation", "always", "nothing is found across tenants")

@@ -5,10 +5,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from attrs import evolve
 
 from kvstate import Manager, Sequence
 from kvstate.device import SEGMENT
 from kvstate.gpu import HostDevice, NullDevice
+from kvstate.spec.facts import BlockFact, View
+from kvstate.spec.laws import LAWS
 from kvstate.spec.sequence import DROPPED
 from kvstate.view import view
 from tests.conftest import Open
@@ -248,3 +251,43 @@ def test_reuse_needs_no_bytes() -> None:
         again.resume()
         assert again.matched_tokens == 6
         assert kv.stats().done["hit_blocks.host"] == 3
+
+
+def law(number: int, seen: View) -> str:
+    """What one law says of a view."""
+    (one,) = [one for one in LAWS if one.number == number]
+    return "\n".join(one.violations(seen))
+
+
+def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
+    """Views of a sound manager, each with one thing made wrong."""
+    kv = open_manager(HostDevice(streams="adversarial", seed=1))
+    said(kv, PROMPT[:4], salt=b"a").close()
+    kv.flight.quiesce()
+    first = said(kv, PROMPT, salt=b"b")
+    for prompt, salt in ((PROMPT, b"b"), ([*PROMPT[:4], 0], b"a")):
+        kv.create(prompt, 16, salt=salt).resume()
+    seen = view(kv)
+    assert [law(number, seen) for number in (5, 6, 7, 21, 23)] == [""] * 5
+    block = next(b for b in seen.blocks if b.owner == first.uid and b.ordinal == 1)
+    stale = next(b for b in seen.blocks if b.slot is not None)
+
+    def with_block(old: BlockFact, **changes: object) -> View:
+        new = evolve(old, **changes)  # type: ignore[arg-type]
+        return evolve(seen, blocks=tuple(new if b is old else b for b in seen.blocks))
+
+    for number, broken, says in (
+        (5, with_block(block, owner=99), "a sequence that is gone"),
+        (5, with_block(block, owner=None), "is committed and not in the index"),
+        (21, with_block(block, slot=stale.slot), "canonical page twice"),
+        (5, evolve(seen, host_pages=bytes(len(seen.host_pages))), "its page 0"),
+        (5, evolve(seen, index_faults=("it is upside down",)), "upside down"),
+        (6, with_block(block, key=b"else"), "is another in the index"),
+        (6, with_block(block, parent=None), "another before it"),
+        (7, evolve(seen, readers={}), "the books say"),
+        (7, evolve(seen, transfers=(), readers={}), "read by None"),
+        (21, with_block(block, owner=99), "the one before it is not"),
+        (21, with_block(stale, slot=None), "canonical page nowhere"),
+        (23, with_block(block, tenant=b"c"), "of tenant b'c'"),
+    ):
+        assert says in law(number, broken), (number, says)
