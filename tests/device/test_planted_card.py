@@ -62,9 +62,10 @@ def _tested(fault: CardFault, folder: Path) -> str | None:
 
 def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
     paths = [str(folder), *(path for path in sys.path if path and path != str(ROOT))]
+    outer = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     return subprocess.run(
         [sys.executable, *command], cwd=folder, capture_output=True, text=True, check=False,
-        env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=SECONDS + 80,
+        env=outer | {"PYTHONPATH": os.pathsep.join(paths)}, timeout=SECONDS + 80,
     )  # fmt: skip
 
 

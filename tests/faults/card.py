@@ -113,7 +113,7 @@ CARD_FAULTS = (
         "        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self._own)\n"
         "        call(self.api.cuStreamSynchronize, self._own)\n",
         "        call(self.api.cuMemcpyHtoD, address, at, len(data))\n",
-        test=f"{CUDA_TESTS}::test_a_poke_is_done_when_it_returns_whatever_the_default_stream_does",
+        test=f"{CUDA_TESTS}::test_a_poke_is_done_when_it_returns",
     ),
     CardFault(
         "copies go across registered units",
