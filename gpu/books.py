@@ -33,6 +33,7 @@ class Books:
         self.frames: set[int] = set()
         self.reservations: dict[int, int] = {}
         self.mappings: dict[int, int] = {}
+        self.read_only: set[int] = set()
         self._allowed: dict[int, bytearray] = {}
         """What may be done with each frame of a reservation: an index of the mappings."""
         self.host_memory: dict[int, int] = {}
@@ -203,11 +204,16 @@ class Books:
         self.mappings |= places
         for address, frames, read_only in runs:
             self._allow(address, len(frames), _READABLE if read_only else _WRITABLE)
+            if read_only:
+                self.read_only.update(
+                    range(address, address + len(frames) * self.frame_bytes, self.frame_bytes)
+                )
 
     def note_unmap(self, runs: Sequence[UnmapRun], places: list[int]) -> None:
         """Strike mappings out."""
         for place in places:
             del self.mappings[place]
+        self.read_only.difference_update(places)
         for address, count in runs:
             self._allow(address, count, _NOTHING)
 
@@ -215,7 +221,7 @@ class Books:
         """Strike everything out: the device is closed."""
         for held in (self.reservations, self.mappings, self.host_memory, self._allowed):
             held.clear()
-        for names in (self.frames, self.copies):
+        for names in (self.frames, self.copies, self.read_only):
             names.clear()
         self.closed = True
 
@@ -225,6 +231,7 @@ class Books:
             dict(self.reservations),
             frozenset(self.frames),
             dict(self.mappings),
+            frozenset(self.read_only),
             dict(self.host_memory),
             frozenset(self.copies),
             work,

@@ -16,7 +16,7 @@ from typing import Final
 from kvstate.device import CopyRun, Device, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import DeviceError, DeviceFault
 from kvstate.pattern import SCRUB_BYTE
-from kvstate.plan import Act, Frames, Plan
+from kvstate.plan import Act, Cells, Frames, Plan
 from kvstate.spec.words import ACTIONS
 from kvstate.tiers import HostSlots
 
@@ -34,6 +34,7 @@ class Actor:
         handlers: dict[str, Callable[[Plan, list[Act], Undo], None]] = {
             "create": self._create,
             "release": self._release,
+            "alias": self._alias,
             "map": self._map,
             "unmap": self._unmap,
             "scrub": self._scrub,
@@ -99,12 +100,29 @@ class Actor:
             assert isinstance(cells, Frames)
             assert into is not None
             at = frontier.get(id(into), len(into.ids))
-            address = into.owner.base + at * self.frame_bytes
-            runs.append(MapRun(address, cells.ids[low:high]))
+            runs.append(MapRun(self._address(into, at), cells.ids[low:high]))
             frontier[id(into)] = at + high - low
+        self._map_runs(runs, undo)
+
+    def _alias(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        """Map frames of spans once more, so that nobody can write them there."""
+        self._map_runs(
+            [
+                MapRun(self._address(cells, low), cells.owner.span.ids(high)[low:], read_only=True)
+                for _, cells, low, high, _ in acts
+            ],
+            undo,
+        )
+
+    def _map_runs(self, runs: list[MapRun], undo: Undo) -> None:
         self.device.map(runs)
         mapped = [UnmapRun(run.address, len(run.frames)) for run in runs]
         undo.append(partial(self._unmap_again, mapped))
+
+    def _address(self, cells: Cells, ordinal: int) -> int:
+        """Where a frame of a range or of a span is mapped."""
+        frame: int = cells.owner.first(cells) + ordinal
+        return cells.owner.base + frame * self.frame_bytes  # type: ignore[no-any-return]
 
     def _unmap_again(self, runs: list[UnmapRun]) -> None:
         """Take a mapping back; like every unmap, only on a quiet device."""
@@ -113,10 +131,7 @@ class Actor:
 
     def _unmap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         self.device.unmap(
-            [
-                UnmapRun(cells.owner.base + low * self.frame_bytes, high - low)
-                for _, cells, low, high, _ in acts
-            ]
+            [UnmapRun(self._address(cells, low), high - low) for _, cells, low, high, _ in acts]
         )
 
     def _scrub(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
@@ -129,10 +144,9 @@ class Actor:
     def _memory(self, act: Act) -> FillRun:
         _, cells, low, high, _ = act
         if isinstance(cells, Frames):
-            base, size = cells.owner.base, self.frame_bytes
-        else:
-            base, size = self.host.address, self.host.block_bytes
-        return FillRun(base + low * size, (high - low) * size)
+            return FillRun(self._address(cells, low), (high - low) * self.frame_bytes)
+        size = self.host.block_bytes
+        return FillRun(self.host.address + low * size, (high - low) * size)
 
     def _copy_out(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         event = plan.event

@@ -12,21 +12,32 @@ sequence, and a row that is free again is the only one that can use its mapping.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from typing import Any
+from collections.abc import Iterator
+from itertools import chain
+from typing import TYPE_CHECKING, Any
 
 from kvstate.config import Geometry
 from kvstate.plan import Cells, Frames
-from kvstate.spec.frame import MAPPED, PARKED
+from kvstate.spec.frame import LIVE_SPAN, MAPPED, PARKED
 from kvstate.spec.range import VACANT
+
+if TYPE_CHECKING:
+    from kvstate.spans import Span
+
+Signature = tuple[int, int] | None
+"""What a parked range begins with: the number of a span and how many of its frames."""
 
 
 class Range:
-    """A run of addresses. Its frames are MAPPED up to the capacity, then PARKED up to the
-    frontier."""
+    """A run of addresses: frames of spans first, then its own.
+
+    Its own frames are LIVE_SPAN if others map them too, then MAPPED up to the capacity, then PARKED
+    up to the frontier.
+    """
 
     __slots__ = (
-        "base", "extent_frames", "frames", "holders", "number", "owner", "pages", "parked_at",
-        "state",
+        "aliases", "base", "extent_frames", "frames", "holders", "home_of", "number", "owner",
+        "pages", "parked_at", "span", "state",
     )  # fmt: skip
 
     def __init__(self, number: int, base: int, extent_frames: int, counts: list[int]) -> None:
@@ -36,6 +47,11 @@ class Range:
         self.extent_frames = extent_frames
         self.state = VACANT.code
         self.frames = Frames(self, counts)
+        self.aliases = Cells(self, bytearray())
+        """Frames of `span` that it begins with."""
+        self.span: Span | None = None
+        self.home_of: Span | None = None
+        """The span whose frames follow its aliases: its own, or those that it has left."""
         self.pages = Cells(self, bytearray())
         """Its own page records, while no sequence keeps them."""
         self.holders: set[tuple[str, int]] = set()
@@ -55,18 +71,41 @@ class Range:
         return len(self.holders)
 
     @property
+    def shared(self) -> int:
+        """Frames at its beginning that it does not own."""
+        left = 0 if self.home_of is None else len(self.home_of.frames.ids)
+        return len(self.aliases.states) + left
+
+    def first(self, cells: Cells) -> int:
+        """Where the first of its aliases or of its own frames is, in frames from its base."""
+        return 0 if cells is self.aliases else self.shared
+
+    @property
     def mapped(self) -> int:
         """The frontier, in frames."""
-        return len(self.frames.ids)
+        return self.shared + len(self.frames.ids)
 
     @property
     def charged(self) -> int:
-        """Frames that its sequence pays for."""
-        return self.frames.states.count(MAPPED.code)
+        """Own frames that its sequence pays for."""
+        states = self.frames.states
+        return states.count(MAPPED.code) + states.count(LIVE_SPAN.code)
+
+    @property
+    def used(self) -> int:
+        """Frames from its base that back its sequence's capacity."""
+        return self.shared + self.charged
 
     def in_place(self, end: int) -> int:
-        """How many of the first `end` frames are mapped and not charged."""
-        return max(0, min(end, self.mapped) - self.charged)
+        """How many of the first `end` frames are mapped, its own, and not charged."""
+        return max(0, min(end, self.mapped) - self.used)
+
+    @property
+    def signature(self) -> Signature:
+        """What a sequence that adopts it must begin with. A home is never adopted."""
+        if self.home_of is not None:
+            return self.home_of.number, -1
+        return None if self.span is None else (self.span.number, len(self.aliases.states))
 
     @property
     def tail(self) -> int:
@@ -105,6 +144,39 @@ class Addresses:
             self.free.insert(at, (first, count))
 
 
+class Shelf:
+    """Parked ranges that may stand in for one another."""
+
+    def __init__(self) -> None:
+        self.extents: list[int] = []
+        """The extents that it has, sorted."""
+        self._ranges: dict[int, list[Range]] = {}
+        """By extent, the latest last."""
+
+    def __iter__(self) -> Iterator[Range]:
+        return chain.from_iterable(self._ranges.values())
+
+    def fitting(self, extent_frames: int) -> Range | None:
+        """Of the smallest extent that fits, the latest. O(log)."""
+        at = bisect_left(self.extents, extent_frames)
+        return self._ranges[self.extents[at]][-1] if at < len(self.extents) else None
+
+    def put(self, range_: Range) -> None:
+        """Add a range. O(extents)."""
+        extent = range_.extent_frames
+        if extent not in self._ranges:
+            insort(self.extents, extent)
+        self._ranges.setdefault(extent, []).append(range_)
+
+    def take(self, range_: Range) -> None:
+        """Remove a range. O(ranges of its extent)."""
+        extent = range_.extent_frames
+        self._ranges[extent].remove(range_)
+        if not self._ranges[extent]:
+            del self._ranges[extent]
+            self.extents.remove(extent)
+
+
 class Arena:
     """Every range of one layer group, and which of them wait to be adopted."""
 
@@ -114,18 +186,16 @@ class Arena:
         self.addresses = Addresses(base // frame, geometry.arena_bytes // frame)
         self.ranges: dict[int, Range] = {}
         """Every range that is not VACANT, by number."""
-        self.parked: dict[int, list[Range]] = {}
-        """PARKED ranges by extent, the latest last."""
-        self.extents: list[int] = []
-        """The extents that have parked ranges, sorted."""
+        self.parked: dict[Signature, Shelf] = {}
+        """PARKED ranges by what they begin with."""
         self.clock = 0
         self.made = 0
 
-    def fitting(self, extent_frames: int) -> Range | None:
-        """The parked range to adopt: of the smallest extent that fits, the latest parked.
-        O(log)."""
-        at = bisect_left(self.extents, extent_frames)
-        return self.parked[self.extents[at]][-1] if at < len(self.extents) else None
+    def fitting(self, extent_frames: int, signature: Signature = None) -> Range | None:
+        """The parked range to adopt that begins with just that: of the smallest extent that fits,
+        the latest parked. O(log)."""
+        shelf = self.parked.get(signature)
+        return None if shelf is None else shelf.fitting(extent_frames)
 
     def vacant(self, extent_frames: int) -> Range | None:
         """A VACANT range over free addresses, not taken yet; None if there are none."""
@@ -158,21 +228,16 @@ class Arena:
         """Put a range that has become PARKED up for adoption."""
         self.clock += 1
         range_.parked_at = self.clock
-        waiting = self.parked.get(range_.extent_frames)
-        if waiting is None:
-            insort(self.extents, range_.extent_frames)
-            waiting = self.parked[range_.extent_frames] = []
-        waiting.append(range_)
+        self.parked.setdefault(range_.signature, Shelf()).put(range_)
 
     def unpark(self, range_: Range) -> None:
         """Take a range that is PARKED no longer out of the offer."""
-        waiting = self.parked[range_.extent_frames]
-        waiting.remove(range_)
-        if not waiting:
-            del self.parked[range_.extent_frames]
-            self.extents.remove(range_.extent_frames)
+        shelf = self.parked[range_.signature]
+        shelf.take(range_)
+        if not shelf.extents:
+            del self.parked[range_.signature]
 
     def oldest_parked(self) -> list[Range]:
         """Parked ranges, the longest parked first. O(n log n) in the parked ranges."""
-        waiting = [range_ for group in self.parked.values() for range_ in group]
+        waiting = [range_ for shelf in self.parked.values() for range_ in shelf]
         return sorted(waiting, key=lambda range_: range_.parked_at)

@@ -22,6 +22,7 @@ MIB: Final = 1 << 20
 MAX_ARENA_BYTES: Final = 1 << 44
 INT31: Final = (1 << 31) - 1
 WRITE_THROUGH: Final = ("on_free", "off")
+SPANS: Final = ("shared", "all", "off")
 SIXTEENTH: Final = 16
 """A block is a multiple of this part of a frame, which keeps lcm(frame, block) small."""
 
@@ -49,13 +50,15 @@ class GpuTier:
     frames to spare; it costs nobody admission, and gives way first. `arena_bytes` is the size of
     the address reservation; by default twice what `max_sequences` of full length take.
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
-    reads, and under steady pressure every reclaim is a quiesce.
+    reads, and under steady pressure every reclaim is a quiesce. `protected_share` of the budget is
+    kept for the prefixes that were shared last, while more than one sequence runs.
     """
 
     budget_bytes: int
     frame_bytes: int = 2 * MIB
     map_ahead_frames: int = 0
     reclaim_frames: int = 16
+    protected_share: float = 0.05
     arena_bytes: int | None = None
 
 
@@ -88,6 +91,10 @@ class Config:
     write_through: str = "on_free"
     """When committed pages are copied to the host for others with the same prefix: `on_free` (when
     their sequence closes), or `off` (never; then nothing is found either)."""
+    spans: str = "shared"
+    """Whether sequences map the memory of others with the same prefix, and what stays on the GPU
+    for that when its owner closes: what others have mapped (`shared`), its whole prompt (`all`), or
+    `off`."""
     adopt: bool = True
     """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
     scrub: bool = False
@@ -108,9 +115,14 @@ class Config:
             raise ConfigError(
                 f"max_utilization_for_resume is {self.max_utilization_for_resume}: not in (0, 1]"
             )
-        if self.write_through not in WRITE_THROUGH:
+        for name, known in (("write_through", WRITE_THROUGH), ("spans", SPANS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
+                )
+        if not 0 <= self.gpu.protected_share < 1:
             raise ConfigError(
-                f"write_through is {self.write_through!r}; use one of {', '.join(WRITE_THROUGH)}"
+                f"protected_share is {self.gpu.protected_share}: not from 0 to below 1"
             )
         Geometry(self)
 
@@ -138,6 +150,8 @@ class Geometry:
             raise ConfigError(
                 f"budget_bytes {gpu.budget_bytes} is less than one frame of {self.frame_bytes}"
             )
+        self.protected_frames = int(gpu.protected_share * self.budget_frames)
+        """Frames of the latest spans that are kept while sequences compete."""
         host_bytes = config.host.size_bytes if config.host else 0
         self.host_slots = host_bytes // self.block_bytes
         if config.host and not self.host_slots:

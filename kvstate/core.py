@@ -30,6 +30,7 @@ from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Sequence
+from kvstate.spans import Spans
 from kvstate.spec.compiled import ObjectEvent
 from kvstate.tiers import FrameBudget, HostSlots
 
@@ -63,7 +64,9 @@ class Core:
             Index(config.tokens_per_block), self.host, self.actor, self.flight,
             enabled=config.write_through != "off",
         )  # fmt: skip
-        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, config.gpu)
+        self.spans = Spans(config, geometry, self.columns, self.gpu.counts)
+        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, self.spans, config.gpu)
+        self.ladder.lost = self.reuse.spilled
         self.closed = False
 
     def _reserve(self, geometry: Geometry) -> int:
@@ -129,12 +132,12 @@ class Core:
         """An empty plan that is going to charge each range up to that frame."""
         plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
         for range_, end in uses.items():
-            fresh = end - len(range_.frames.ids)
+            fresh = end - range_.mapped
             if fresh > 0:
                 spare -= fresh
         plan.spare = spare
         if spare < 0:
-            needed = sum(max(0, end - range_.charged) for range_, end in uses.items())
+            needed = sum(max(0, end - range_.used) for range_, end in uses.items())
             raise self._short(str(what), needed, "budget", uses)
         return plan
 
@@ -142,7 +145,8 @@ class Core:
         self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None
     ) -> OutOfFrames:
         gpu = self.gpu
-        return OutOfFrames(what, needed, gpu.free, gpu.reclaimable, gpu.coming, place, uses)
+        reclaimable = gpu.parked + self.spans.spillable_frames
+        return OutOfFrames(what, needed, gpu.free, reclaimable, gpu.coming, place, uses)
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__
@@ -154,7 +158,7 @@ class Core:
 
     def _set_capacity(self, seq: Sequence) -> None:
         assert seq.range is not None
-        self.columns.capacity[seq.row] = self._capacity(seq, seq.range.charged)
+        self.columns.capacity[seq.row] = self._capacity(seq, seq.range.used)
 
     def _check_length(self, seq: Sequence, event: str, low: int, tokens: int, high: int) -> None:
         if not low <= tokens <= high:

@@ -149,7 +149,7 @@ class Flight:
 
     def _land(self, range_: Range) -> None:
         plan = self.plan()
-        plan.operands = {"frames": ((range_.frames, 0, range_.mapped),)}
+        plan.operands = {"frames": ((range_.frames, 0, len(range_.frames.ids)),)}
         plan.move(_LAND, range_)
         self.actor.run(plan)
         plan.settle()
@@ -205,7 +205,9 @@ class Flight:
         blocks = geometry.blocks(seq.held_tokens)
         held = ((seq.pages, 0, blocks),)
         found = runs.freeing(seq, geometry, blocks) if transfer.loads and not ok else {}
-        return found | {"sequence": (seq,), "held": held, "loading": held}
+        aliased = 0 if seq.range is None else geometry.blocks_in(len(seq.range.aliases.states))
+        loading = ((seq.pages, aliased, blocks),) if ok else held
+        return found | {"sequence": (seq,), "held": held, "loading": loading}
 
     def _end(self, transfer: Transfer, ok: bool, plan: Plan) -> None:
         """What the end of its copy leaves of a sequence."""

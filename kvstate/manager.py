@@ -32,6 +32,7 @@ from kvstate.keys import ID_BYTES, Identity, token_bytes
 from kvstate.plan import Plan
 from kvstate.reuse import Leaving, runs_of, slots_of, source_of
 from kvstate.sequence import Sequence, Transfer
+from kvstate.spans import Passage, Sharing, Span
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
 from kvstate.stats import Stats, stats
@@ -47,6 +48,7 @@ _REWIND: Final = MACHINES.object("sequence.rewind")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
+_YIELD: Final = MACHINES.cell("page.yield")
 
 
 class Manager(Stepping):
@@ -147,14 +149,18 @@ class Manager(Stepping):
         """Whether the gate would let a sequence of that many tokens in now.
 
         It does if the charge stays within `max_utilization_for_resume` of the budget, or if
-        nothing else runs and the sequence fits at all. Parked memory does not count against it.
+        nothing else runs and the sequence fits at all. Parked memory does not count against it,
+        nor do spans that may be given up.
         Changes nothing.
         """
-        frames = max(1, self.geometry.frames(capacity_tokens))
+        return self._admits(max(1, self.geometry.frames(capacity_tokens)))
+
+    def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
         if not self.columns.states.count(ACTIVE.code):
             return frames <= self.gpu.budget_frames
         limit = self.config.max_utilization_for_resume * self.gpu.budget_frames
-        return self.gpu.charged + frames <= limit
+        kept = self.gpu.in_spans - self.spans.frames_without(sharing)
+        return self.gpu.charged + kept + frames <= limit
 
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
@@ -189,17 +195,24 @@ class Manager(Stepping):
         self._enter()
         if seq.writing:
             self.flight.quiesce()
-        plan, range_, hits = self._attempt(_RESUME, seq, self._plan_resume, stream)
+        plan, range_, hits, sharing = self._attempt(_RESUME, seq, self._plan_resume, stream)
+        fresh = not seq.slots
         self.actor.run(plan)
         if plan.token is not None:
             kind = {"onboards": True} if hits else {"inward": True}
-            transfer = Transfer(plan.token, seq, range_, plan.room, hits, **kind)
-            sources = {source_of(node): None for node in hits if node.slot is None}
+            copied = hits[0 if sharing is None else sharing.blocks :]
+            transfer = Transfer(plan.token, seq, range_, plan.room, copied, **kind)
+            sources = {source_of(node): None for node in copied if node.slot is None}
             transfer.sources = [source for source in sources if source is not None]
             transfer.pieces = plan.pieces
             self._issue(plan, transfer)
         self.flight.settle(plan)
-        if hits:
+        if sharing is not None:
+            self.spans.shared(sharing, range_)
+            self.reuse.joined(seq, hits[: sharing.blocks])
+            self.counters["hit_blocks.alias"] += sharing.blocks
+            self.counters["aliased_frames"] += sharing.frames
+        if fresh:
             self._match(seq, hits)
         if range_.number in self.arena.ranges:
             self.arena.unpark(range_)
@@ -213,41 +226,49 @@ class Manager(Stepping):
 
     def _match(self, seq: Sequence, hits: list[Node]) -> None:
         """The sequence begins with what the hits have."""
-        assert seq.transfer is not None
-        self.reuse.onboard(seq.transfer)
         tokens = len(hits) * self.config.tokens_per_block
+        seq.matched_tokens = tokens
+        if seq.transfer is not None:
+            self.reuse.onboard(seq.transfer)
+            seq.held_tokens = tokens
         seq.nodes, seq.keys = list(hits), [node.key for node in hits]
-        seq.matched_tokens = seq.held_tokens = tokens
         self.columns.set_lengths(seq.row, tokens)
         self.columns.known[seq.row] = tokens
 
     def _plan_resume(
         self, chosen: ObjectRow, seq: Sequence, stream: Stream
-    ) -> tuple[Plan, Range, list[Node]]:
+    ) -> tuple[Plan, Range, list[Node], Sharing | None]:
         hits = [] if seq.slots else self._hits(seq)
-        slots = runs_of(self.host.cells, [node.slot for node in hits if node.slot is not None])
+        sharing = self.spans.sharing(hits)
+        copied = hits if sharing is None else hits[sharing.blocks :]
+        slots = runs_of(self.host.cells, [node.slot for node in copied if node.slot is not None])
         tokens = seq.held_tokens or len(hits) * self.config.tokens_per_block
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
-        if not self.admits(tokens):
-            raise self._short(str(seq), max(1, frames), "gate")
-        parked = self.arena.fitting(extent) if self.config.adopt else None
+        needed = max(1, frames - (0 if sharing is None else sharing.frames))
+        if not self._admits(needed, sharing):
+            raise self._short(str(seq), needed, "gate")
+        begins = None if sharing is None else (sharing.span.number, sharing.frames)
+        parked = self.arena.fitting(extent, begins) if self.config.adopt else None
         range_ = parked or self.arena.vacant(extent)
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
+        shared = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
         plan = self._plan_frames(seq, {range_: frames})
         plan.base, plan.room, plan.stream = range_.base, seq.slots or slots, stream
-        plan.size_bytes = tokens * self.geometry.row_bytes
-        plan.pieces = self._hit_pieces(range_, hits)
+        aliased = len(hits) - len(copied)
+        size = (tokens - aliased * self.config.tokens_per_block) * self.geometry.row_bytes
+        plan.size_bytes = size
+        plan.pieces = self._hit_pieces(range_, copied)
         blocks = self.geometry.blocks(tokens)
         operands = self._growth(plan, seq, range_, frames, blocks)
         opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
         operands |= runs.hosted(seq, opened)
-        operands |= {"hits": ((seq.pages, 0, len(hits)),), "served": slots}
-        plan.operands = operands
+        operands |= {"hits": ((seq.pages, aliased, len(hits)),), "served": slots}
+        plan.operands = operands = operands | shared
         operands["adopted" if parked else "reserved"] = (range_,)
         operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
         plan.move(_RESUME, seq, chosen)
-        return plan, range_, hits
+        return plan, range_, hits, sharing
 
     def _hit_pieces(self, range_: Range, hits: list[Node]) -> list[tuple[int, int, int]]:
         """(address, where from, bytes) of the pages that hits are copied to."""
@@ -258,7 +279,7 @@ class Manager(Stepping):
                 places.append(self.host.address + node.slot * size)
             elif source is not None:
                 places.append(source.base + node.ordinal * size)
-        addresses = [range_.base + at * size for at in range(len(hits))]
+        addresses = [range_.base + node.ordinal * size for node in hits]
         return runs.joined(addresses, places, size)
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
@@ -269,7 +290,7 @@ class Manager(Stepping):
         """
         self._enter()
         range_, frames = seq.range, self.geometry.frames(capacity_tokens)
-        shrinks = range_ is not None and frames < range_.charged
+        shrinks = range_ is not None and frames < range_.used
         self._legal(_SHRINK if shrinks else _GROW, seq)
         self._check_length(seq, "resize", seq.written_tokens, capacity_tokens, seq.max_tokens)
         if shrinks:
@@ -283,7 +304,7 @@ class Manager(Stepping):
         plan = self.flight.plan()
         plan.operands = {
             "emptied": ((seq.pages, blocks(capacity), blocks(seq.capacity_tokens)),),
-            "excess": ((seq.range.frames, frames, seq.range.charged),),
+            "excess": ((seq.range.frames, frames - seq.range.shared, seq.range.charged),),
         }
         plan.move(_SHRINK, seq)
         self.actor.run(plan)
@@ -293,19 +314,25 @@ class Manager(Stepping):
     def rewind(self, seq: Sequence, length_tokens: int) -> None:
         """Take tokens back, exactly; the memory stays. No step of the sequence may be in flight.
 
-        Committed blocks that the rewind goes into become writable again.
+        Committed blocks that the rewind goes into become writable again. Those whose memory others
+        map too cannot: see `Sequence.shared_tokens`.
         """
         self._enter()
         self._legal(_REWIND, seq)
-        self._check_length(seq, "rewind", 0, length_tokens, seq.length_tokens)
+        self._check_length(seq, "rewind", seq.shared_tokens, length_tokens, seq.length_tokens)
         block = self.config.tokens_per_block
         full, known = length_tokens // block, seq.committed_tokens // block
         if any(node.pins for node in seq.nodes[full:]):
             self.flight.quiesce()
+        if self.spans.rewound(seq, full):
+            self.ladder.unalias(seq.range)
         plan, leaving = self.flight.plan(), self.reuse.leaving(seq, full)
-        plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands
+        ends = self.spans.rewound(seq, full)
+        plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands | ends
         plan.move(_REWIND, seq)
         self.flight.settle(plan)
+        if ends and seq.range is not None:
+            self.spans.ended(seq.range)
         self.reuse.left(leaving)
         if full < len(seq.keys):
             self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32)
@@ -324,19 +351,39 @@ class Manager(Stepping):
         self._enter()
         if seq.loading:
             self.flight.quiesce()
-        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
+        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
         if not plan.room:
             self._fence(seq, after)
         self.actor.run(plan)
-        assert seq.range is not None
+        range_ = seq.range
+        assert range_ is not None
         if plan.token is not None:
-            self._issue(plan, Transfer(plan.token, seq, seq.range, plan.room, outward=True))
+            self._issue(plan, Transfer(plan.token, seq, range_, plan.room, outward=True))
+        self._left_behind(seq, passage)
         self.flight.settle(plan)
+        if passage is not None:
+            self._become_private(seq, passage.span)
         runs.hand_over(seq, plan.operands)
         seq.slots, seq.held_tokens = plan.room, seq.scheduled_tokens
         self.counters["suspends"] += 1
 
-    def _plan_suspend(self, chosen: ObjectRow, seq: Sequence, after: Event) -> Plan:
+    def _left_behind(self, seq: Sequence, passage: Passage | None) -> None:
+        """Whatever was planned is about to be settled: the span that the sequence leaves to others
+        is the registry's."""
+        if passage is not None:
+            self.spans.passed(passage)
+            self.reuse.passed(seq, passage.span)
+
+    def _become_private(self, seq: Sequence, span: Span) -> None:
+        """The span that a suspended sequence has left has the canonical pages, it has copies."""
+        plan, first = self.flight.plan(), span.nodes[0].ordinal
+        plan.fire(_YIELD, seq.pages, first, first + len(span.nodes))
+        plan.settle()
+        self.reuse.joined(seq, span.nodes)
+
+    def _plan_suspend(
+        self, chosen: ObjectRow, seq: Sequence, after: Event
+    ) -> tuple[Plan, Passage | None]:
         assert seq.range is not None
         tokens = seq.written_tokens
         blocks = self.geometry.blocks(tokens)
@@ -348,10 +395,12 @@ class Manager(Stepping):
         plan = self.flight.plan()
         plan.base, plan.room, plan.stream, plan.event = seq.range.base, room, seq.stream, after
         plan.size_bytes = tokens * self.geometry.row_bytes
-        plan.operands = operands = runs.freeing(seq, self.geometry, blocks)
+        operands = runs.freeing(seq, self.geometry, blocks)
+        passage = self.spans.passage(seq, closing=False)
+        plan.operands = operands = operands | self.spans.passing(passage)
         operands["room"] = room
         plan.move(_SUSPEND, seq, chosen)
-        return plan
+        return plan, passage
 
     def drop(self, seq: Sequence, after: Event = None) -> None:
         """Give up the bytes, on the GPU or on the host, and keep the sequence: it can be refilled.
@@ -380,11 +429,13 @@ class Manager(Stepping):
     ) -> None:
         self._enter()
         self._legal(event, seq)
-        leaving = self.reuse.leaving(seq)
+        passage = self.spans.passage(seq, closing=event is _CLOSE)
+        leaving = self.reuse.leaving(seq, 0, passage)
         keep = keep and bool(leaving.lost) and seq.transfer is None
         if keep and seq.range is not None:
             self.reuse.make_room(len(leaving.lost))
-            leaving = self.reuse.leaving(seq)
+            leaving = self.reuse.leaving(seq, 0, passage)
+        leaves = leaves | self.spans.passing(passage)
         plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=keep)
         self._fence(seq, after)
         try:
@@ -400,6 +451,7 @@ class Manager(Stepping):
         if plan.token is not None:
             assert seq.range is not None
             self._issue(plan, Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True))
+        self._left_behind(seq, passage)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
@@ -469,9 +521,10 @@ class Manager(Stepping):
     def trim(self, keep_frames: int = 0) -> None:
         """Give memory that nobody uses back to the driver, but for `keep_frames` pooled frames."""
         self._enter()
-        if self.gpu.reclaimable or self.gpu.coming:
+        if self.gpu.parked or self.gpu.coming or self.spans.registered:
             self.flight.quiesce()
             self.ladder.spill(self.gpu.budget_frames)
+            self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
 
     def stats(self) -> Stats:
@@ -505,6 +558,7 @@ class Manager(Stepping):
         self._enter()
         self.flight.quiesce()
         self.ladder.spill(self.gpu.budget_frames)
+        self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
         self.ladder.release(0)
         self.device.unreserve(self.arena.base)
         if self.host.address:

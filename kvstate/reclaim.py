@@ -4,7 +4,7 @@ One ladder, climbed once a call and only when it can help: create within the bud
 quiesce, which lets everything behind a fence land, and unmap what is parked: first the unused
 tails of running sequences, then parked ranges, the longest parked first: as many frames as are
 missing (report B134), or a few more, because the quiesce is what is dear and parked memory holds
-nothing that anybody reads.
+nothing that anybody reads; then spans, the longest unused first, and no more than are missing.
 
 Nothing is unmapped without the quiesce: on an H200 the driver unmaps under a running kernel
 without waiting, and a kernel that reads *nearby* addresses may fault (report S03).
@@ -13,7 +13,7 @@ without waiting, and a kernel that reads *nearby* addresses may fault (report S0
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from kvstate.act import Actor
@@ -21,6 +21,7 @@ from kvstate.arena import Arena, Range
 from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
+from kvstate.spans import Span, Spans
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.range import PARKED, RESERVED
@@ -32,7 +33,9 @@ _CREATE: Final = MACHINES.cell("frame.create")
 _RELEASE: Final = MACHINES.cell("frame.release")
 _CONDEMN: Final = MACHINES.cell("frame.condemn")
 _SPARE: Final = MACHINES.cell("frame.spare")
+_WIPE: Final = MACHINES.cell("frame.wipe")
 _SPILL: Final = MACHINES.object("range.spill")
+_SPILL_SPAN: Final = MACHINES.object("span.spill")
 _VACATE: Final = MACHINES.object("range.vacate")
 
 
@@ -40,13 +43,17 @@ class Ladder:
     """Finds frames and addresses for a call that is short of them."""
 
     def __init__(
-        self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, config: GpuTier
-    ) -> None:
+        self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, spans: Spans,
+        config: GpuTier,
+    ) -> None:  # fmt: skip
         self.ahead_frames = config.map_ahead_frames
         """The margin that each growing range may get, while the budget has room."""
         self.least_frames = config.reclaim_frames
         """What one reclaim unmaps at the least."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
+        self.spans = spans
+        self.lost: Callable[[Span], object] = lambda _: None
+        """Is told of each span that was spilled."""
 
     def supply(self, short: OutOfFrames) -> None:
         """Bring into the pool what the call needs besides its own parked frames.
@@ -54,21 +61,27 @@ class Ladder:
         Raises `short` if that cannot succeed.
         """
         gpu = self.gpu
-        if short.needed > gpu.free + gpu.reclaimable + gpu.coming:
+        if short.needed > gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames:
             raise short
         fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
         if fresh > gpu.free:
             self.flight.quiesce()
             self.spill(max(fresh - gpu.free, self.least_frames), short.uses)
+            self.spill_spans(fresh - gpu.free)
         wanted = fresh + self.ahead_frames * len(short.uses)
         self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
 
     def addresses(self, short: OutOfFrames) -> None:
-        """Turn every parked range into free addresses. Raises `short` if there is none."""
-        if not self.arena.parked and not self.gpu.coming:
+        """Turn every range that nobody uses into free addresses, those of spans too. Raises `short`
+        if there is none."""
+        if all(range_.owner is not None for range_ in self.arena.ranges.values()):
             raise short
         self.flight.quiesce()
         self.spill(self.gpu.budget_frames, tails=False)
+        self.spill_spans(self.gpu.budget_frames, all_of_them=True)
+        for range_ in self.arena.oldest_parked():
+            if range_.home_of is None:
+                self._unshare(range_)
 
     def create(self, count: int) -> None:
         """Allocate frames into the pool."""
@@ -94,8 +107,78 @@ class Ladder:
         Spares the frames that `uses` says are used, up to which one in each range.
         """
         victims = self._victims(wanted, uses or {}, tails)
-        if not victims:
+        if victims:
+            self._unmap(victims)
+
+    def spill_spans(self, wanted: int, *, all_of_them: bool = False) -> None:
+        """Give up spans until that many frames are in the pool. Only right after a quiesce.
+
+        Those that a sequence maps stay; so does the protected share, unless `all_of_them`.
+        """
+        for span in self.spans.spillable(all_of_them=all_of_them):
+            if wanted <= 0:
+                return
+            wanted -= span.own_frames
+            self._spill_span(span)
+
+    def _spill_span(self, span: Span) -> None:
+        """Unmap a span everywhere. The ranges that map it are parked, and go with it."""
+        ranges = [*span.holders.values(), span.home]
+        own = [(range_, 0, len(range_.frames.ids)) for range_ in ranges if range_.frames.ids]
+        if own:
+            self._unmap(own)
+        count = len(span.frames.ids)
+        wipe = self.flight.plan()
+        wipe.fire(_WIPE, span.frames, 0, count)
+        self.actor.run(wipe)
+        wipe.settle()
+        plan = self.flight.plan()
+        plan.operands = {
+            "shared": [(r.aliases, 0, len(r.aliases.states)) for r in ranges if r.span is not None],
+            "passed": [(span.frames, 0, count, self.gpu.pool)],
+            "pinned": [(span.pages, 0, len(span.pages.states))],
+            "parked_pages": [(r.pages, 0, len(r.pages.states)) for r in ranges],
+        }
+        plan.move(_SPILL_SPAN, span)
+        self.actor.run(plan)
+        for range_ in ranges:
+            self.arena.unpark(range_)
+        plan.settle()
+        self.spans.spilled(span)
+        for range_ in ranges:
+            self.spans.unaliased(range_)
+            self._vacate(range_)
+        self.flight.counters["spilled_frames"] += count
+        self.flight.counters["spilled_spans"] += 1
+        self.lost(span)
+
+    def unalias(self, home: Range | None) -> None:
+        """Unmap what parked ranges alias of the span of a running sequence."""
+        span = None if home is None else home.home_of
+        if span is None or not span.holders:
             return
+        self.flight.quiesce()
+        for range_ in tuple(span.holders.values()):
+            if range_.frames.ids:
+                self._unmap([(range_, 0, len(range_.frames.ids))])
+            self._unshare(range_)
+
+    def _unshare(self, range_: Range) -> None:
+        """Free the addresses of a parked range that has nothing but aliases."""
+        plan = self.flight.plan()
+        plan.operands = {
+            "shared": [(range_.aliases, 0, len(range_.aliases.states))],
+            "parked_pages": [(range_.pages, 0, len(range_.pages.states))],
+        }
+        plan.move(_SPILL, range_)
+        self.actor.run(plan)
+        self.arena.unpark(range_)
+        plan.settle()
+        self.spans.unaliased(range_)
+        self._vacate(range_)
+
+    def _unmap(self, victims: list[tuple[Range, int, int]]) -> None:
+        """Unmap the last own frames of ranges: (range, first, end) of each."""
         condemn = self.flight.plan()
         for range_, low, high in victims:
             condemn.fire(_CONDEMN, range_.frames, low, high)
@@ -119,8 +202,8 @@ class Ladder:
         frames = sum(high - low for _, low, high in victims)
         self.flight.counters["spilled_frames"] += frames
         log.debug("spilled %d frames from %d ranges", frames, len(victims))
-        for range_, low, _ in victims:
-            self._shortened(range_, low)
+        for range_, _, _ in victims:
+            self._shortened(range_)
 
     def _victims(
         self, wanted: int, uses: Mapping[Range, int], tails: bool
@@ -131,21 +214,26 @@ class Ladder:
         for range_ in (running if tails else []) + self.arena.oldest_parked():
             take = min(wanted, range_.tail, range_.mapped - uses.get(range_, 0))
             if take > 0:
-                victims.append((range_, range_.mapped - take, range_.mapped))
+                own = len(range_.frames.ids)
+                victims.append((range_, own - take, own))
                 wanted -= take
         return victims
 
-    def _pages_above(self, range_: Range, frames: int) -> list[tuple[object, int, int]]:
-        """The page records of a parked range that keep no memory when it is that short."""
-        keep = self.arena.geometry.blocks_in(frames)
+    def _pages_above(self, range_: Range, own: int) -> list[tuple[object, int, int]]:
+        """The page records of a parked range that keep no memory with so few frames of its own."""
+        keep = self.arena.geometry.blocks_in(range_.shared + own)
         return [(range_.pages, keep, len(range_.pages.states))]
 
-    def _shortened(self, range_: Range, frames: int) -> None:
+    def _shortened(self, range_: Range) -> None:
         """Forget the records of pages without memory, and a parked range without frames."""
-        del range_.pages.states[self.arena.geometry.blocks_in(frames) :]
-        if not frames and range_.state == PARKED.code:
-            plan = self.flight.plan()
-            plan.move(_VACATE, range_)
-            plan.settle()
+        del range_.pages.states[self.arena.geometry.blocks_in(range_.mapped) :]
+        if not range_.mapped and range_.state == PARKED.code:
             self.arena.unpark(range_)
-            self.arena.unreserve(range_)
+            self._vacate(range_)
+
+    def _vacate(self, range_: Range) -> None:
+        """Nothing is mapped in a parked range any more: its addresses are free."""
+        plan = self.flight.plan()
+        plan.move(_VACATE, range_)
+        plan.settle()
+        self.arena.unreserve(range_)

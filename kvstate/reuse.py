@@ -30,6 +30,7 @@ from kvstate.keys import Identity
 from kvstate.plan import Cells, Plan, Run
 from kvstate.runs import Operands
 from kvstate.sequence import Sequence, Transfer
+from kvstate.spans import Passage, Span
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.host import STALE, STALE_HELD
 from kvstate.spec.page import COMMITTED, LOADING_STALE
@@ -141,9 +142,12 @@ class Reuse:
 
     # Leaving.
 
-    def leaving(self, seq: Sequence, low: int = 0) -> Leaving:
-        """What it means that the sequence has its blocks from `low` on no more."""
+    def leaving(self, seq: Sequence, low: int = 0, passage: Passage | None = None) -> Leaving:
+        """What it means that the sequence has its blocks from `low` on no more; those of a span
+        that it leaves to others are not lost."""
         own = [node for node in seq.nodes[low:] if node.owner is seq]
+        if passage is not None:
+            own = own[len(passage.span.nodes) + len(passage.nodes) :]
         inherited = self._inherited(own)
         lost = own[len(inherited) :]
         return Leaving(seq, low, inherited, lost, {"heirs": list(_pages(inherited))})
@@ -178,6 +182,29 @@ class Reuse:
         if kept < len(leaving.lost):
             self.free(self._cut(leaving.lost[kept]))
 
+    def passed(self, seq: Sequence, span: Span) -> None:
+        """A span that the sequence has left has the canonical pages now."""
+        for node in span.nodes:
+            self.index.lose_owner(node, seq, span)
+
+    def joined(self, seq: Sequence, nodes: list[Node]) -> None:
+        """The sequence has pages of these blocks too."""
+        for node in nodes:
+            self._line_up(node, seq)
+
+    def spilled(self, span: Span) -> None:
+        """A span has been given up: who else has its pages has the canonical ones now."""
+        inherited = self._inherited(span.nodes)
+        plan = self.flight.plan()
+        for run in _pages(inherited):
+            plan.fire(_PROMOTE, *run)
+        plan.settle()
+        for node, heir in inherited:
+            self._step_out(node, heir)
+            self.index.lose_owner(node, span, heir)
+        if len(inherited) < len(span.nodes):
+            self.free(self._cut(span.nodes[len(inherited)]))
+
     # Pages on the host that are nobody's.
 
     def keep(self, nodes: list[Node], slots: Iterable[int], token: int | None) -> None:
@@ -197,7 +224,7 @@ class Reuse:
         self.index.touch(transfer.nodes)
         for node in transfer.nodes:
             self._line_up(node, transfer.seq)
-            self.counters[f"hit_blocks.{'host' if node.owner is None else 'live'}"] += 1
+            self.counters[f"hit_blocks.{_place(node)}"] += 1
 
     def ending(self, transfer: Transfer, ok: bool) -> Operands:
         """What the end of such a copy means."""
@@ -307,9 +334,16 @@ class Reuse:
         return [cut.slot for cut in gone if cut.slot is not None]
 
 
+def _place(node: Node) -> str:
+    """Where a hit comes from, if it is copied."""
+    return "host" if node.owner is None else "span" if isinstance(node.owner, Span) else "live"
+
+
 def source_of(node: Node) -> Range | None:
     """The range in which somebody has the canonical page on the GPU, and it can be read."""
     owner = node.owner
+    if isinstance(owner, Span):
+        return owner.home
     if not isinstance(owner, Sequence) or owner.range is None:
         return None
     readable = owner.pages.states[node.ordinal] == COMMITTED.code

@@ -29,8 +29,9 @@ def growth(
     frames that nobody in the plan needs.
     """
     own, found = range_.frames, Operands()
-    mapped = len(own.ids)
-    charged = range_.charged
+    mapped, charged = len(own.ids), range_.charged
+    pages = geometry.blocks(min(seq.max_tokens, geometry.tokens(frames)))
+    frames -= range_.shared
     if charged < frames and charged < mapped:
         found["in_place"] = ((own, charged, min(frames, mapped)),)
     if frames > mapped:
@@ -39,14 +40,13 @@ def growth(
         found["fresh"] = ((pool, end - (frames - mapped), end, own),)
         mapped = frames
     if ahead_frames:
-        margin = min(frames + ahead_frames, range_.extent_frames) - mapped
+        margin = min(frames + ahead_frames, range_.extent_frames - range_.shared) - mapped
         ahead = min(margin, plan.spare)
         if ahead > 0:
             end = len(pool.ids) - plan.taken
             plan.taken += ahead
             plan.spare -= ahead
             found["ahead"] = ((pool, end - ahead, end, own),)
-    pages = geometry.blocks(min(seq.max_tokens, geometry.tokens(frames)))
     if opened < pages:
         found["opened"] = ((seq.pages, opened, pages),)
     return found
@@ -57,13 +57,13 @@ def freeing(seq: Sequence, geometry: Geometry, blocks: int) -> Operands:
     range_ = seq.range
     if range_ is None:
         return {}
-    pages, mapped = seq.pages, len(range_.frames.ids)
+    pages = seq.pages
     return {
         "written": ((pages, 0, blocks),),
         "emptied": ((pages, blocks, geometry.blocks(seq.capacity_tokens)),),
         "range": (range_,),
-        "frames": ((range_.frames, 0, mapped),),
-        "left": (_left(range_, geometry.blocks_in(mapped)),),
+        "frames": ((range_.frames, 0, len(range_.frames.ids)),),
+        "left": (_left(range_, geometry.blocks_in(range_.mapped)),),
     }
 
 
@@ -72,13 +72,12 @@ def leaving(seq: Sequence, geometry: Geometry) -> Operands:
     range_ = seq.range
     if range_ is None:
         return {}
-    mapped = len(range_.frames.ids)
-    blocks = geometry.blocks_in(mapped)
+    blocks = geometry.blocks_in(range_.mapped)
     own = min(blocks, len(seq.pages.states))
     return {
         "resident": ((seq.pages, 0, own),),
         "range": (range_,),
-        "frames": ((range_.frames, 0, mapped),),
+        "frames": ((range_.frames, 0, len(range_.frames.ids)),),
         "left": (_left(range_, blocks - own),),
     }
 

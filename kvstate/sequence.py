@@ -258,6 +258,18 @@ class Sequence:
         """Pages whose bytes were given up."""
         return self.pages.states.count(DROPPED.code)
 
+    @property
+    def shared_tokens(self) -> int:
+        """Tokens at its beginning in memory that other sequences map too: a rewind cannot go into
+        them."""
+        range_ = self.range
+        if range_ is None:
+            return 0
+        span, geometry = range_.home_of, self.kv.geometry
+        mapped = span is not None and span.users
+        frames = span.end if span is not None and mapped else len(range_.aliases.states)
+        return geometry.tokens(frames)
+
     def forget_tokens(self) -> None:
         """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""
         known = b"".join(self.keys)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import numpy as np
 
 from kvstate.plan import Cells, Frames, Run
-from kvstate.spec.frame import ABSENT, COMING, FRAME, MAPPED, PARKED, POOLED
+from kvstate.spec.frame import ABSENT, COMING, FRAME, LIVE_SPAN, MAPPED, PARKED, POOLED, SPAN
 from kvstate.spec.host import DRAINING, FILLING, FREE, HELD_READ, HOST, STALE, STALE_HELD
 
 
@@ -31,9 +31,14 @@ class FrameBudget:
         return self.counts[ABSENT.code] + self.counts[POOLED.code]
 
     @property
-    def reclaimable(self) -> int:
-        """Frames that a reclaim can unmap."""
+    def parked(self) -> int:
+        """Frames that are mapped and in nobody's use."""
         return self.counts[PARKED.code]
+
+    @property
+    def in_spans(self) -> int:
+        """Frames that the registry of spans pays for."""
+        return self.counts[SPAN.code]
 
     @property
     def coming(self) -> int:
@@ -43,7 +48,7 @@ class FrameBudget:
     @property
     def charged(self) -> int:
         """Frames that sequences pay for."""
-        return self.counts[MAPPED.code]
+        return self.counts[MAPPED.code] + self.counts[LIVE_SPAN.code]
 
     def absent(self, count: int) -> tuple[Frames, int, int]:
         """A run of frames that do not exist yet, to be created or (when 0) to be released into."""

@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 from kvstate.manager import Manager
 from kvstate.plan import Run
 from kvstate.sequence import Columns, Sequence, Step
-from kvstate.spec.facts import BlockFact, RangeFact, SequenceFact, StepFact, TransferFact, View
+from kvstate.spans import Span
+from kvstate.spec.facts import (
+    BlockFact,
+    RangeFact,
+    SequenceFact,
+    SpanFact,
+    StepFact,
+    TransferFact,
+    View,
+)
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -21,6 +30,7 @@ def view(kv: Manager) -> View:
         align_bytes=geometry.align_bytes,
         tokens_per_block=geometry.tokens_per_block,
         guard_frames=geometry.guard_frames,
+        protected_frames=kv.geometry.protected_frames,
         budget_frames=kv.gpu.budget_frames,
         arena_base=kv.arena.base,
         arena_bytes=geometry.arena_bytes,
@@ -37,6 +47,7 @@ def view(kv: Manager) -> View:
         reuses=kv.reuse.enabled,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
+        spans=tuple(_spans(kv)),
         transfers=tuple(_transfers(kv)),
         steps=tuple(_step(step, kv.columns) for step in kv.flight.steps.values()),
         free_rows=tuple(kv.columns.free),
@@ -77,6 +88,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             tenant=node.root.identity.salt,
             key=node.key,
             owner=node.owner.uid if isinstance(node.owner, Sequence) else None,
+            span=node.owner.number if isinstance(node.owner, Span) else None,
             slot=node.slot,
             holders=frozenset(node.holders),
             line=tuple(kv.reuse.lines.get(node, ())),
@@ -98,9 +110,32 @@ def _ranges(kv: Manager) -> list[RangeFact]:
             pages=bytes(item.pages.states),
             holders=frozenset(item.holders),
             owner=None if item.owner is None else item.owner.uid,
+            aliases=bytes(item.aliases.states),
+            span=None if item.span is None else item.span.number,
+            home_of=None if item.home_of is None else item.home_of.number,
         )
         for item in kv.arena.ranges.values()
     ]
+
+
+def _spans(kv: Manager) -> Iterator[SpanFact]:
+    """Those of running sequences, and those of the registry."""
+    lives = (range_.home_of for range_ in kv.arena.ranges.values())
+    found = {span.number: span for span in lives if span is not None} | kv.spans.registered
+    for span in found.values():
+        yield SpanFact(
+            number=span.number,
+            state=span.state,
+            home=span.home.number,
+            first_frame=span.first_frame,
+            end=span.end,
+            frame_states=bytes(span.frames.states),
+            frame_ids=tuple(span.frames.ids),
+            pages=bytes(span.pages.states),
+            blocks=tuple(id(node) if node.findable else None for node in span.nodes),
+            holders=frozenset(span.holders),
+            used=span.used,
+        )
 
 
 def _transfers(kv: Manager) -> list[TransferFact]:

@@ -15,12 +15,14 @@ from typing import Final
 
 from attrs import frozen
 
+from kvstate.spec.alias import ALIAS
 from kvstate.spec.expr import Expr, variables
 from kvstate.spec.frame import FRAME
 from kvstate.spec.host import HOST
 from kvstate.spec.page import PAGE
 from kvstate.spec.range import RANGE
 from kvstate.spec.sequence import SEQUENCE
+from kvstate.spec.span import SPAN
 from kvstate.spec.table import Table, TableError
 from kvstate.spec.transfer import (
     STEP,
@@ -33,9 +35,9 @@ from kvstate.spec.transfer import (
 )
 
 TABLES: Final = {
-    table.name: table for table in (PAGE, FRAME, HOST, SEQUENCE, RANGE, TRANSFER, STEP)
+    table.name: table for table in (PAGE, FRAME, HOST, ALIAS, SEQUENCE, RANGE, SPAN, TRANSFER, STEP)
 }
-"""Every machine by name. The first three own runs of bytes, the others are single objects."""
+"""Every machine by name. The first four own runs of bytes, the others are single objects."""
 
 OVER: Final = {
     "reserved": "the fresh range that the sequence gets",
@@ -58,6 +60,15 @@ OVER: Final = {
     "heirs": "pages of others that become canonical because the sequence's are not any more",
     "hits": "pages whose bytes the index has, on the host or in the range of another",
     "served": "the host slots of those that are on the host",
+    "sharing": "the span whose frames the sequence maps",
+    "enlisted": "frames of the span's owner that nobody else has mapped so far",
+    "shared": "addresses at the beginning of a range that a span's frames are behind",
+    "aliased": "pages whose memory is the span's",
+    "passing": "the span that the sequence leaves to others",
+    "passed": "the frames of it",
+    "pinned": "the span's own records of the pages in them",
+    "delisted": "frames of the span of a sequence that stays",
+    "ending": "the span of the sequence, that nobody aliases any more",
     "stale": "records of pages on the host that outlive their owner",
     "kept_room": "free host slots for pages that outlive their owner",
     "kept": "host slots of the sequence that outlive it",
@@ -101,6 +112,7 @@ _GROW = (
 _FREE = (
     ("frame.fence", "frames", "issued work may still touch the memory"),
     ("page.park", "left", "the memory stays mapped and belongs to the range"),
+    ("span.pass", "passing", "others map it, or will"),
 )
 
 COUPLING: Final = (
@@ -112,11 +124,17 @@ COUPLING: Final = (
     Link("sequence.resume", "page.load", "held", "the bytes come back"),
     Link("sequence.resume", "host.serve", "served", "the copy of the hits reads them"),
     Link("sequence.resume", "page.onboard", "hits", "what somebody else computed"),
+    Link("sequence.resume", "span.share", "sharing", "what somebody else has on the GPU"),
+    Link("sequence.resume", "alias.share", "shared", "the same frames once more, read-only"),
+    Link("sequence.resume", "page.alias", "aliased", "they are there at once"),
+    Link("span.share", "frame.enlist", "enlisted", "their owner still pays"),
     *(Link("sequence.grow", *rest) for rest in _GROW),
     Link("sequence.shrink", "page.clear", "emptied", "no room, no page"),
     Link("sequence.shrink", "frame.park", "excess", "the mapping stays, the charge ends"),
     Link("sequence.rewind", "page.reopen", "rewound", "they will be written again"),
     Link("sequence.rewind", "page.promote", "heirs", "theirs are canonical now"),
+    Link("sequence.rewind", "span.end", "ending", "it is written again"),
+    Link("span.end", "frame.delist", "delisted", "it is written again"),
     Link("sequence.commit", "page.commit", "filled", "all their tokens are known"),
     Link("sequence.commit", "page.yield", "yielded", "somebody else was first"),
     Link("sequence.commit", "page.promote", "heirs", "the canonical pages before them are gone"),
@@ -150,9 +168,16 @@ COUPLING: Final = (
     Link("sequence.miss", "page.promote", "heirs", "theirs are canonical now"),
     Link("sequence.miss", "range.free", "range", "the memory is parked"),
     *(Link("range.free", *rest) for rest in _FREE),
+    Link("span.pass", "frame.pass", "passed", "the registry pays"),
+    Link("span.pass", "page.pin", "pinned", "they stay canonical"),
+    Link("span.spill", "alias.unshare", "shared", "nobody maps it any more"),
+    Link("span.spill", "page.spill", "parked_pages", "no memory, no page"),
+    Link("span.spill", "page.unpin", "pinned", "their bytes are gone"),
+    Link("span.spill", "frame.unmap", "passed", "the frames go back to the pool"),
     Link("range.land", "frame.land", "frames", "nothing can touch the memory any more"),
     Link("range.adopt", "page.adopt", "parked_pages", "the next owner keeps its own records"),
     Link("range.spill", "frame.unmap", "tail", "the frames go back to the pool"),
+    Link("range.spill", "alias.unshare", "shared", "its addresses are wanted"),
     Link("range.spill", "page.spill", "parked_pages", "no memory, no page"),
     Link("transfer.done", "host.arrive", "slots", "the only copy is here", when=outward),
     Link("transfer.done", "host.loaded", "slots", "the GPU has the bytes", when=inward),

@@ -51,6 +51,31 @@ class RangeFact:
     pages: bytes
     holders: frozenset[tuple[str, int]]
     owner: int | None
+    aliases: bytes
+    span: int | None
+    """The span behind its aliases."""
+    home_of: int | None
+    """The span whose frames follow its aliases."""
+
+
+@frozen
+class SpanFact:
+    """A span. Frames count from the beginning of the prefix."""
+
+    number: int
+    state: int
+    home: int
+    first_frame: int
+    end: int
+    frame_states: bytes
+    frame_ids: tuple[int, ...]
+    """Those that the registry has."""
+    pages: bytes
+    blocks: tuple[int | None, ...]
+    """What the index calls its own blocks; None for one that it has no more."""
+    holders: frozenset[int]
+    """Ranges."""
+    used: int
 
 
 @frozen
@@ -82,6 +107,8 @@ class BlockFact:
     """Its token ids, as bytes."""
     owner: int | None
     """The sequence whose page is canonical."""
+    span: int | None
+    """The span that has it, if no sequence has."""
     slot: int | None
     holders: frozenset[tuple[str, int]]
     line: tuple[int, ...]
@@ -124,6 +151,8 @@ class Ledger:
     """Physical frames that exist."""
     mappings: Mapping[int, int]
     """Frame by address."""
+    read_only: frozenset[int]
+    """Addresses of frames that nobody may write there."""
     host: Mapping[int, int]
     """Host memory: size in bytes by address."""
     copies: frozenset[int]
@@ -148,6 +177,7 @@ class View:
     align_bytes: int
     tokens_per_block: int
     guard_frames: int
+    protected_frames: int
     budget_frames: int
     arena_base: int
     arena_bytes: int
@@ -167,6 +197,7 @@ class View:
     reuses: bool
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]
+    spans: tuple[SpanFact, ...]
     transfers: tuple[TransferFact, ...]
     steps: tuple[StepFact, ...]
     free_rows: tuple[int, ...]

@@ -6,6 +6,9 @@ MAPPED frames, then a tail of PARKED ones. The tail is how mapping ahead, adopti
 range and given-back capacity are all said: mapped already, charged to nobody's admission, first to
 go under pressure.
 
+Frames of a span are LIVE_SPAN while their owner runs, who pays; then SPAN, and the registry pays.
+Whoever else maps them has aliases, and pays nothing.
+
 Rejected: charging the tail to its sequence. At the ceiling that turns a margin into fewer admitted
 sequences (report S11).
 """
@@ -30,12 +33,20 @@ CONDEMNED: Final = State(
     payer="reclaim", place="gpu",
 )  # fmt: skip
 
+LIVE_SPAN: Final = State(
+    6, "LIVE_SPAN", "backs a sequence's capacity, and others map it too",
+    payer="sequence", place="gpu",
+)  # fmt: skip
+SPAN: Final = State(
+    7, "SPAN", "of a prefix whose owner left, for others to map", payer="registry", place="gpu"
+)
+
 FRAME: Final = Table(
     "frame",
     "who pays for one physical allocation on the GPU",
     runs=True,
-    owner="the range that maps it, or the pool of the GPU tier",
-    states=(ABSENT, POOLED, MAPPED, COMING, PARKED, CONDEMNED),
+    owner="the range that maps it, the span, or the pool of the GPU tier",
+    states=(ABSENT, POOLED, MAPPED, COMING, PARKED, CONDEMNED, LIVE_SPAN, SPAN),
     rows=(
         Row("create", ABSENT, POOLED, "the pool has too few frames and the budget has room",
             action="create", failure="the frame stays absent and the call fails"),
@@ -54,6 +65,14 @@ FRAME: Final = Table(
         Row("unmap", CONDEMNED, POOLED, "the device is quiet: nothing can touch the address",
             action="unmap", after=("quiesce",), failure="it stays mapped: spare"),
         Row("spare", CONDEMNED, PARKED, "it could not be unmapped and is as it was"),
+        Row("enlist", MAPPED, LIVE_SPAN, "another sequence maps it too"),
+        Row("delist", LIVE_SPAN, MAPPED, "nobody else maps it, and its sequence writes it again"),
+        Row("pass", MAPPED, SPAN, "its sequence leaves it to whoever has the same prefix"),
+        Row("pass", LIVE_SPAN, SPAN, "its sequence leaves it to those who map it"),
+        Row("wipe", SPAN, SPAN, "its span is given up; its bytes are nobody's",
+            action="scrub", failure="the manager is poisoned: old bytes would be readable"),
+        Row("unmap", SPAN, POOLED, "its span is given up, and the device is quiet",
+            action="unmap", after=("quiesce",), failure="the span stays"),
         Row("release", POOLED, ABSENT, "memory is given back to the driver",
             action="release", failure="the frame stays pooled"),
     ),

@@ -18,16 +18,24 @@ from typing import Any, Final
 
 from attrs import evolve, frozen
 
-from kvstate.spec import frame, host, page, sequence
+from kvstate.spec import alias, frame, host, page, sequence, span
 from kvstate.spec import range as range_
-from kvstate.spec.facts import BlockFact, Ledger, SequenceFact, View, Work
+from kvstate.spec.facts import BlockFact, Ledger, RangeFact, SequenceFact, SpanFact, View, Work
 
 INT31: Final = (1 << 31) - 1
 _ROLES: Final = bytes.maketrans(
-    bytes([page.PRIVATE.code, page.LOADING_PRIVATE.code, page.HOST_HELD_PRIVATE.code]),
-    bytes([page.COMMITTED.code, page.LOADING_COMMITTED.code, page.HOST_HELD_COMMITTED.code]),
-)
-"""Both are full and read-only."""
+    bytes(
+        state.code
+        for state in (page.PRIVATE, page.ALIASED, page.LOADING_PRIVATE, page.HOST_HELD_PRIVATE)
+    ),
+    bytes(
+        state.code
+        for state in (
+            page.COMMITTED, page.COMMITTED, page.LOADING_COMMITTED, page.HOST_HELD_COMMITTED,
+        )
+    ),
+)  # fmt: skip
+"""All are full and read-only."""
 
 
 @frozen
@@ -69,6 +77,8 @@ _LOADING: Final = bytes(
 _READABLE: Final = frozenset(state.code for state in page.PAGE.states if state.readable)
 _WRITABLE: Final = frozenset(state.code for state in page.PAGE.states if state.writable)
 _TAIL: Final = bytes([frame.PARKED.code])
+_SHARED: Final = bytes([frame.LIVE_SPAN.code])
+_CHARGED: Final = (frame.MAPPED.code, frame.LIVE_SPAN.code)
 _HELD: Final = bytes(
     state.code
     for state in (page.HOST_HELD_ACTIVE, page.HOST_HELD_COMMITTED, page.HOST_HELD_PRIVATE)
@@ -77,7 +87,8 @@ _CANONICAL: Final = frozenset(
     state.code for state in (page.COMMITTED, page.LOADING_COMMITTED, page.HOST_HELD_COMMITTED)
 )
 _PRIVATE: Final = frozenset(
-    state.code for state in (page.PRIVATE, page.LOADING_PRIVATE, page.HOST_HELD_PRIVATE)
+    state.code
+    for state in (page.PRIVATE, page.LOADING_PRIVATE, page.HOST_HELD_PRIVATE, page.ALIASED)
 )
 _NOBODYS: Final = {
     host.FILLING.code: page.LOADING_STALE.code,
@@ -93,6 +104,8 @@ def conservation(view: View) -> Iterator[str]:
     ids = Counter(view.pool_ids)
     for fact in view.ranges:
         ids.update(fact.frame_ids)
+    for one in view.spans:
+        ids.update(one.frame_ids)
     yield from (f"frame {name} is in {count} places" for name, count in ids.items() if count > 1)
     if ids.keys() != view.ledger.frames:
         yield f"the books have {len(ids)} frames, the device {len(view.ledger.frames)}"
@@ -143,20 +156,40 @@ def named_holders(view: View) -> Iterator[str]:
         for number in (copy.range, *copy.sources):
             if (kind, copy.token) not in held.get(number, ()):
                 yield f"transfer {copy.token} does not hold range {number}"
+    yield from _aliases_hold(view)
     naming = Counter(row for step in view.steps for row in step.rows)
     for seq in view.sequences:
         if seq.steps != naming[seq.row]:
             yield f"sequence {seq.uid} counts {seq.steps} steps, {naming[seq.row]} name it"
 
 
+def _aliases_hold(view: View) -> Iterator[str]:
+    """A range that aliases a span holds it, and nothing else does; a span has its home."""
+    aliasing = {fact.number: fact.span for fact in view.ranges if fact.span is not None}
+    holding = {number: one.number for one in view.spans for number in one.holders}
+    if aliasing != holding:
+        yield f"ranges alias the spans {aliasing}, but these are held {holding}"
+    homes = {fact.home_of: fact.number for fact in view.ranges if fact.home_of is not None}
+    if homes != {one.number: one.home for one in view.spans}:
+        yield f"the spans have the homes {homes}"
+    for fact in view.ranges:
+        if bool(fact.aliases) != (fact.span is not None) or fact.aliases.strip(_ALIASED):
+            yield f"range {fact.number} aliases span {fact.span} with {fact.aliases.hex()}"
+
+
+_ALIASED: Final = bytes([alias.ALIASED.code])
+
+
 @_law(3, "no reuse in flight", "always", "what issued work names is nobody else's")
 def no_reuse_in_flight(view: View) -> Iterator[str]:
     """Pending work touches only mapped memory of ranges in use, and slots that are not free."""
-    owned = [
-        (fact.base, fact.base + len(fact.frame_ids) * view.frame_bytes)
-        for fact in view.ranges
-        if fact.state in (range_.RESERVED.code, range_.FENCED.code)
-    ]
+    spans = {one.number: one for one in view.spans}
+    owned = []
+    for fact in view.ranges:
+        in_use = fact.state in (range_.RESERVED.code, range_.FENCED.code)
+        frames = _shared(fact, spans) + (len(fact.frame_ids) if in_use else 0)
+        if in_use or fact.home_of is not None:
+            owned.append((fact.base, fact.base + frames * view.frame_bytes))
     arena_end = view.arena_base + view.arena_bytes
     for work in view.ledger.work:
         for address, size in work.reads + work.writes:
@@ -165,6 +198,12 @@ def no_reuse_in_flight(view: View) -> Iterator[str]:
                     yield f"{work.name} touches {size} bytes at {address:#x}, not in use"
             else:
                 yield from _slots_in_use(view, work.name, address, size)
+
+
+def _shared(fact: RangeFact, spans: dict[int, SpanFact]) -> int:
+    """Frames at the beginning of a range that are not its own."""
+    left = 0 if fact.home_of is None else len(spans[fact.home_of].frame_ids)
+    return len(fact.aliases) + left
 
 
 def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[str]:
@@ -179,6 +218,7 @@ def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[st
 def index_coherence(view: View) -> Iterator[str]:
     """A block's owner has it canonical and readable, its slot has it, and nothing is left out."""
     yield from (f"the index: {fault}" for fault in view.index_faults)
+    yield from _spans_are_whole(view)
     sequences = {seq.uid: seq for seq in view.sequences}
     slots = {block.slot for block in view.blocks}
     for block in view.blocks:
@@ -196,6 +236,28 @@ def index_coherence(view: View) -> Iterator[str]:
             yield f"host slot {slot} is {_slot(view, slot)}, its page {view.host_pages[slot]}"
         if code in _NOBODYS and slot not in slots:
             yield f"host slot {slot} is {_slot(view, slot)} and not in the index"
+
+
+def _spans_are_whole(view: View) -> Iterator[str]:
+    """Each block of a span is canonical there, or with the sequence in whose range it lies."""
+    owners = {fact.home_of: fact.owner for fact in view.ranges if fact.home_of is not None}
+    of_spans = {block.name: block.span for block in view.blocks if block.span is not None}
+    of_owners = {block.name: block.owner for block in view.blocks}
+    unit = view.align_bytes // view.frame_bytes
+    for one in view.spans:
+        lives = one.state == span.LIVE.code
+        for name in one.blocks:
+            if lives and of_owners.get(name or -1) != owners.get(one.number):
+                yield f"a block of span {one.number} is not its owner's"
+            if not lives and of_spans.pop(name or -1, None) != one.number:
+                yield f"a block of span {one.number} is not canonical there"
+        size = len(one.blocks) * view.block_bytes
+        if size != (one.end - one.first_frame) * view.frame_bytes or one.end % unit:
+            yield f"span {one.number} has {len(one.blocks)} blocks, frames up to {one.end}"
+        if not lives and one.pages != bytes([page.PINNED.code]) * len(one.blocks):
+            yield f"span {one.number} has pages {one.pages.hex()}"
+    if of_spans:
+        yield f"{len(of_spans)} blocks are said to be of spans that do not have them"
 
 
 def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) -> Iterator[str]:
@@ -271,8 +333,12 @@ def _same(seq: SequenceFact) -> SequenceFact:
 
 def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
     """The frames that each sequence pays for, by uid."""
-    code = frame.MAPPED.code
-    return {fact.owner: fact.frame_ids[: fact.frame_states.count(code)] for fact in view.ranges}
+    return {fact.owner: fact.frame_ids[: _charged(fact)] for fact in view.ranges}
+
+
+def _charged(fact: RangeFact) -> int:
+    """The frames of a range that its sequence pays for."""
+    return sum(fact.frame_states.count(code) for code in _CHARGED)
 
 
 @_law(9, "a failed load is unreadable", "always", "pages load while a copy fills them")
@@ -340,9 +406,9 @@ def progress(view: View, error: Any) -> Iterator[str]:
     place = getattr(error, "place", "host")
     if place == "budget":
         codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
-        had = sum(view.frame_counts[state.code] for state in codes)
+        had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view)
         if error.needed <= had:
-            yield f"refused {error.needed} frames with {had} free, parked or coming"
+            yield f"refused {error.needed} frames with {had} free, parked, coming or in spans"
     if place == "host" and hasattr(error, "needed"):
         states = (host.FREE, host.DRAINING, host.STALE, host.STALE_HELD, host.FILLING)
         had = sum(view.host_counts[state.code] for state in states)
@@ -352,10 +418,32 @@ def progress(view: View, error: Any) -> Iterator[str]:
         yield "the gate refused although nothing runs"
 
 
+def _spare_spans(view: View) -> int:
+    """Frames of spans that no sequence maps, but for those of the latest that are protected."""
+    registered = [one for one in view.spans if one.state == span.REGISTERED.code]
+    sizes = {one.number: len(one.frame_ids) for one in registered}
+    running = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
+    left, kept = view.protected_frames if running > 1 else 0, set[int]()
+    for one in sorted(registered, key=lambda one: (-one.used, one.first_frame)):
+        left -= sizes[one.number]
+        if left < 0:
+            break
+        kept.add(one.number)
+    ranges = {fact.number: fact for fact in view.ranges}
+    waiting = sorted(registered, key=lambda one: -one.first_frame)
+    for one in waiting:  # the longest chains first: a span is needed by those behind it
+        for number in one.holders:
+            home = ranges[number].home_of
+            if ranges[number].owner is not None or home in kept:
+                kept.add(one.number)
+    return sum(size for number, size in sizes.items() if number not in kept)
+
+
 @_law(16, "counters are sums", "always", "a number beside a state agrees with the states")
 def counters_are_sums(view: View) -> Iterator[str]:
     """Every count is what counting again gives, and none is negative."""
     states = view.pool_states + b"".join(fact.frame_states for fact in view.ranges)
+    states += b"".join(one.frame_states for one in view.spans)
     for state in frame.FRAME.states[1:]:
         if view.frame_counts[state.code] != states.count(state.code):
             yield f"{view.frame_counts[state.code]} frames are said to be {state}"
@@ -364,7 +452,7 @@ def counters_are_sums(view: View) -> Iterator[str]:
             yield f"{view.host_counts[state.code]} host slots are said to be {state}"
     if min(view.frame_counts + view.host_counts) < 0:
         yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
-    mapped = {fact.number: fact.frame_states.count(frame.MAPPED.code) for fact in view.ranges}
+    mapped = {fact.number: len(fact.aliases) + _charged(fact) for fact in view.ranges}
     for seq in view.sequences:
         if seq.range is not None:
             tokens = mapped[seq.range] * view.frame_bytes // view.row_bytes
@@ -404,18 +492,20 @@ def _overlap(ours: tuple[tuple[int, int], ...], theirs: tuple[tuple[int, int], .
 @_law(19, "contiguity", "always", "a range is mapped without holes, and slots count up")
 def contiguity(view: View) -> Iterator[str]:
     """The device maps exactly the frames that the books have, in order, and nothing beyond."""
-    expected = {}
+    expected, spans = {}, {one.number: one for one in view.spans}
+    ranges = {fact.number: fact for fact in view.ranges}
     for fact in view.ranges:
         if (fact.base - view.arena_base) % view.align_bytes:
             yield f"range {fact.number} does not begin at a slot and a frame"
         if len(fact.frame_ids) != len(fact.frame_states):
             yield f"range {fact.number} has frames without a state"
-        if len(fact.frame_ids) > fact.extent_frames:
+        names = _mapped(fact, ranges, spans)
+        if len(names) > fact.extent_frames:
             yield f"range {fact.number} is mapped beyond its extent"
-        charged = fact.frame_states.rstrip(_TAIL)
-        if _TAIL in charged:
-            yield f"range {fact.number} is charged behind its tail: {fact.frame_states.hex()}"
-        for at, name in enumerate(fact.frame_ids):
+        charged = fact.frame_states.rstrip(_TAIL).lstrip(_SHARED)
+        if _TAIL in charged or _SHARED in charged:
+            yield f"range {fact.number} is charged out of order: {fact.frame_states.hex()}"
+        for at, name in enumerate(names):
             expected[fact.base + at * view.frame_bytes] = name
     if expected != view.ledger.mappings:
         differ = expected.items() ^ view.ledger.mappings.items()
@@ -425,6 +515,17 @@ def contiguity(view: View) -> Iterator[str]:
     yield from _disjoint(view)
     for seq in view.sequences:
         yield from _pages_in_order(view, seq)
+
+
+def _mapped(
+    fact: RangeFact, ranges: dict[int, RangeFact], spans: dict[int, SpanFact]
+) -> tuple[int, ...]:
+    """The frames that must be behind a range, from its base: aliases, what it left, its own."""
+    left = () if fact.home_of is None else spans[fact.home_of].frame_ids
+    if fact.span is None:
+        return left + fact.frame_ids
+    home = ranges[spans[fact.span].home]
+    return _mapped(home, ranges, spans)[: len(fact.aliases)] + left + fact.frame_ids
 
 
 def _disjoint(view: View) -> Iterator[str]:
@@ -462,7 +563,9 @@ def _expect(seq: SequenceFact, runs: tuple[tuple[Any, int], ...]) -> Iterator[st
 
 @_law(20, "shared is immutable", "always", "a committed page has no writer")
 def no_writer(view: View) -> Iterator[str]:
-    """A step in flight writes only into pages that may be written, or are still being loaded."""
+    """A step in flight writes only into pages that may be written, or are still being loaded.
+    Aliases are mapped so that nobody can write there."""
+    yield from _aliases_are_read_only(view)
     rows = {seq.row: seq for seq in view.sequences if seq.state == sequence.ACTIVE.code}
     may = _WRITABLE | {page.LOADING_ACTIVE.code}
     for step in view.steps:
@@ -476,6 +579,15 @@ def no_writer(view: View) -> Iterator[str]:
                 yield f"step {step.number} writes page {first} of sequence {seq.uid}: {state}"
 
 
+def _aliases_are_read_only(view: View) -> Iterator[str]:
+    expected = {
+        fact.base + at * view.frame_bytes for fact in view.ranges for at in range(len(fact.aliases))
+    }
+    if expected != view.ledger.read_only:
+        differ = sorted(hex(place) for place in expected ^ view.ledger.read_only)
+        yield f"what is aliased and what is read-only differ at {differ}"
+
+
 @_law(21, "tier order", "always", "whoever has a block has the block before it")
 def tier_order(view: View) -> Iterator[str]:
     """Owners and those in line for a block are that for its parent too: so nothing that somebody
@@ -485,20 +597,31 @@ def tier_order(view: View) -> Iterator[str]:
         if block.parent is not None and not users[block.name] <= users[block.parent]:
             missing = users[block.name] - users[block.parent]
             yield f"block {block.ordinal} is of {missing}, the one before it is not"
-        if (block.owner is None) == (block.slot is None):
+        if (block.owner is None and block.span is None) == (block.slot is None):
             where = "nowhere" if block.slot is None else "twice"
             yield f"block {block.ordinal} has its canonical page {where}"
 
 
 @_law(23, "isolation", "always", "nothing is found across tenants")
 def isolation(view: View) -> Iterator[str]:
-    """Whoever owns a block, or is in line for it, is of its tenant."""
+    """Whoever owns a block, or is in line for it, is of its tenant; so is whoever maps a span."""
     tenants = {seq.uid: seq.tenant for seq in view.sequences}
+    yield from _spans_are_of_their_tenants(view, tenants)
     for block in view.blocks:
         users = block.line if block.owner is None else (block.owner, *block.line)
         for uid in users:
             if tenants.get(uid) != block.tenant:
                 yield f"block {block.ordinal} of tenant {block.tenant!r} is of sequence {uid}"
+
+
+def _spans_are_of_their_tenants(view: View, tenants: dict[int, bytes]) -> Iterator[str]:
+    blocks = {block.name: block.tenant for block in view.blocks}
+    spans = {one.number: {blocks.get(name or -1) for name in one.blocks} for one in view.spans}
+    for fact in view.ranges:
+        if fact.owner is None or fact.span is None:
+            continue
+        if spans[fact.span] != {tenants[fact.owner]}:
+            yield f"range {fact.number} maps span {fact.span}, which is of another tenant"
 
 
 @_law(24, "clean end", "end", "after the last close nothing is held")

@@ -58,11 +58,17 @@ LOADING_STALE: Final = State(
 )  # fmt: skip
 STALE: Final = State(13, "STALE", "canonical, only on the host, nobody's", place="host")
 
+ALIASED: Final = State(
+    14, "ALIASED", "full and read-only; the memory is a span's", readable=True, place="gpu"
+)
+PINNED: Final = State(15, "PINNED", "canonical, in a span that outlived its owner", place="gpu")
+
 PAGE: Final = Table(
     "page",
     "what may be done with the bytes of one block in one layer group",
     runs=True,
-    owner="a sequence while it lives; then the range whose memory it is; the index on the host",
+    owner="a sequence while it lives; then the range or span whose memory it is; the index on the "
+    "host",
     states=(
         VACANT,
         ACTIVE,
@@ -78,6 +84,8 @@ PAGE: Final = Table(
         HOST_HELD_PRIVATE,
         LOADING_STALE,
         STALE,
+        ALIASED,
+        PINNED,
     ),
     rows=(
         # A running sequence.
@@ -97,6 +105,7 @@ PAGE: Final = Table(
             (HOST_HELD_ACTIVE, HOST_HELD_PRIVATE),
             why="the block is full, and the index names the page of somebody who was first",
         ),
+        Row("yield", HOST_HELD_COMMITTED, HOST_HELD_PRIVATE, "the canonical page is a span's now"),
         *rows(
             "promote",
             (PRIVATE, COMMITTED),
@@ -116,6 +125,7 @@ PAGE: Final = Table(
             (ACTIVE, HOST_HELD_ACTIVE),
             (COMMITTED, HOST_HELD_COMMITTED),
             (PRIVATE, HOST_HELD_PRIVATE),
+            (ALIASED, HOST_HELD_PRIVATE),
             why="its sequence is suspended: the bytes leave, the role stays",
             action="copy_out",
             after=("steps",),
@@ -172,6 +182,15 @@ PAGE: Final = Table(
             before=("stream",),
             failure="nothing was issued; if the copy fails, the newcomer is dropped",
         ),
+        # What somebody else has on the GPU, mapped once more.
+        *rows(
+            "alias",
+            (VACANT, ALIASED),
+            (DROPPED, ALIASED),
+            why="a hit: a newcomer with the same prefix maps the frames of a span",
+        ),
+        Row("pin", VACANT, PINNED, "its owner leaves it to whoever has the same prefix"),
+        Row("unpin", PINNED, VACANT, "its span is given up"),
         # Giving up bytes, with the owner alive.
         *rows(
             "drop",
@@ -184,6 +203,7 @@ PAGE: Final = Table(
             (PRIVATE, DROPPED),
             (LOADING_PRIVATE, DROPPED),
             (HOST_HELD_PRIVATE, DROPPED),
+            (ALIASED, DROPPED),
             why="the bytes are given up; the sequence can compute them again",
         ),
         # Memory whose owner is gone.
@@ -196,6 +216,7 @@ PAGE: Final = Table(
             (LOADING_COMMITTED, PARKED),
             (PRIVATE, PARKED),
             (LOADING_PRIVATE, PARKED),
+            (ALIASED, PARKED),
             why="the range is freed: mapped memory that nobody may read, until it is adopted",
         ),
         Row("adopt", PARKED, VACANT, "the next sequence takes the range over"),

@@ -12,7 +12,7 @@ from kvstate.spec.expr import count
 from kvstate.spec.table import Row, State, Table
 
 holds: Final = count("holds", "named holders: what the fence still waits for")
-mapped: Final = count("mapped", "frames mapped in it")
+mapped: Final = count("mapped", "frames mapped in it, aliases included")
 
 VACANT: Final = State(0, "VACANT", "free addresses; nothing is mapped", initial=True)
 RESERVED: Final = State(1, "RESERVED", "belongs to a sequence")

@@ -11,6 +11,7 @@ from typing import Final
 ACTIONS: Final = {
     "create": "allocate physical frames",
     "unmap": "take frames out of an address range; the frames keep no bytes that anybody may read",
+    "alias": "put frames of a span at the beginning of an address range, read-only",
     "map": "put frames at the end of an address range",
     "copy_out": "copy the written tokens of a run of pages from the GPU to their host slots",
     "copy_in": "copy a run of pages from their host slots to the GPU",

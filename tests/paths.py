@@ -40,6 +40,7 @@ def header(frame_bytes: int = 4096) -> trace.Header:
         tokens_per_block=2,
         max_tokens=8,
         max_sequences=2,
+        spans="all",
         scrub=True,
     )
     return trace.Header(kvstate_trace=trace.VERSION, config=config, strict=False)

@@ -205,7 +205,7 @@ def test_room_is_made_by_evicting_the_least_recently_used_leaves_first(open_mana
 
 
 def test_the_canonical_page_is_inherited_by_the_first_in_line(open_manager: Open) -> None:
-    kv = open_manager()
+    kv = open_manager(spans="off")
     first, second, third = said(kv, PROMPT), said(kv, PROMPT), said(kv, PROMPT)
     owners = [{node.owner for node in kv.reuse.index}]
     for seq in (first, second):
@@ -229,7 +229,7 @@ def test_a_probe_changes_nothing(open_manager: Open) -> None:
 
 def test_a_rewind_waits_for_who_copies_its_pages(open_manager: Open) -> None:
     device = HostDevice(streams="adversarial", seed=3)
-    kv = open_manager(device)
+    kv = open_manager(device, spans="off")
     seq = said(kv, PROMPT)
     device.quiesce()
     other = kv.create(PROMPT, 16)

@@ -192,9 +192,10 @@ class Engine:
             return False
         transfer = one.seq.transfer
         one.checked = transfer is None
-        if not one.story.settled:
+        fresh = not one.story.settled
+        if fresh:
             self.outcome.prompt_tokens += one.known_tokens
-        if transfer is not None and transfer.onboards:
+        if fresh and one.seq.committed_tokens:
             begin(self.kv, self.library, one.seq, one.story, self.stream)
             self.outcome.hit_tokens += one.seq.matched_tokens
         return True

@@ -72,7 +72,7 @@ def _fits(played: Played, call: trace.AnyCall) -> bool:
     if isinstance(call, trace.Resize):
         return seq.written_tokens <= call.tokens <= seq.max_tokens
     if isinstance(call, trace.Rewind):
-        return 0 <= call.tokens <= story.settled
+        return seq.shared_tokens <= call.tokens <= story.settled
     if isinstance(call, trace.Commit):
         return len(call.tokens) <= story.settled - story.known
     return True

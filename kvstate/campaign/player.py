@@ -256,9 +256,9 @@ class Player:
         stream = self.streams[call.stream % STREAMS]
         self.kv.resume(played.seq, stream)
         self._learn()
+        fresh = not played.story.scheduled
         played.story.phase, played.stream = "ACTIVE", stream
-        transfer = played.seq.transfer
-        if transfer is not None and transfer.onboards:
+        if fresh and played.seq.committed_tokens:
             begin(self.kv, self.library, played.seq, played.story, self._audit_stream)
 
     def _resize(self, call: trace.Resize) -> None:
@@ -475,7 +475,7 @@ class Player:
         """Parked memory and used host slots that are free hold nothing that anybody wrote."""
         frame, host = self.kv.geometry.frame_bytes, self.kv.host
         places = [
-            FillRun(range_.base, range_.mapped * frame)
+            FillRun(range_.base + range_.shared * frame, len(range_.frames.ids) * frame)
             for range_ in self.kv.arena.ranges.values()
             if range_.state == PARKED.code
         ]
@@ -515,16 +515,16 @@ def begin(kv: Manager, library: Library, seq: Sequence, story: Story, stream: St
     prefix = np.array(story.prompt[:tokens], np.int32).tobytes()
     if b"".join(seq.keys) != prefix or tokens % block or tokens >= len(story.prompt):
         raise Broken("model", f"{seq} hits {tokens} tokens that are not those of its prompt")
-    assert seq.transfer is not None
     found = library.candidates(story, tokens // block)
     if len(found) != tokens // block:
         raise Broken("bytes", f"{seq} hits {tokens} tokens that nobody committed")
     written: list[tuple[int, int]] = []
-    sources = [
-        source + offset
-        for _, source, size in seq.transfer.pieces
-        for offset in range(0, size, kv.geometry.block_bytes)
-    ]
+    size = kv.geometry.block_bytes
+    pieces = () if seq.transfer is None else seq.transfer.pieces
+    copied = [source + offset for _, source, length in pieces for offset in range(0, length, size)]
+    assert seq.base is not None
+    mapped = [seq.base + at * size for at in range(len(found) - len(copied))]
+    sources = mapped + copied
     for at, (source, candidates) in enumerate(zip(sources, found, strict=True)):
         written += _written_by(kv, candidates, source, at * block, stream)
     story.begin(written)

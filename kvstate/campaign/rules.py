@@ -33,6 +33,9 @@ FAILURES: Final = {
 }
 """Device calls that may be told to fail during a call. A failed fill poisons the manager."""
 
+LEAVE: Final = (trace.Close, trace.Close, trace.Suspend, trace.Drop)
+"""How a sequence leaves its memory."""
+
 Rule = Callable[[Player, Random], trace.AnyCall | None]
 Maker = Callable[[Played, Random, int], trace.AnyCall]
 
@@ -49,6 +52,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
     gpu = GpuTier(
         frames * frame_bytes, frame_bytes, map_ahead_frames=random.choice((0, 0, 1, 3)),
         reclaim_frames=random.choice((1, 1, 4)),
+        protected_share=random.choice((0.0, 0.05, 0.3, 0.5)),
     )  # fmt: skip
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
@@ -67,6 +71,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
         write_through=random.choice(("on_free",) * 5 + ("off",)),
+        spans=random.choice(("shared", "all", "all", "off")),
         adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,
     )
@@ -226,6 +231,8 @@ def _twins(player: Player, random: Random) -> trace.AnyCall | None:
     if random.random() < 0.4:
         player.planned.extend(_succession(player, random, names, prompt))
     elif not together and random.random() < 0.5:
+        if random.random() < 0.5:
+            player.planned.append(random.choice(LEAVE)(seq=names[1]))
         player.planned.append(trace.Rewind(seq=names[0], tokens=random.randint(0, block)))
         player.planned.append(lambda player, random: _go_on(player, random, names[0]))
     return first
@@ -237,21 +244,20 @@ def _succession(
     """The first of two leaves, the second goes on and leaves too, and a third begins with what
     they have said: after the second has left, or before."""
     first, second = names
-    leave = (trace.Close, trace.Close, trace.Suspend, trace.Drop)
-    yield random.choice(leave)(seq=first)
+    yield random.choice(LEAVE)(seq=first)
     if random.random() < 0.7:
         yield trace.Poll()
     late = random.random() < 0.6
     if late:
         yield lambda player, random: _go_on(player, random, second)
-        yield random.choice(leave)(seq=second)
+        yield random.choice(LEAVE)(seq=second)
     third = player.next_name()
     longer = [*prompt, *_ids(random, 3)]
     yield trace.Create(seq=third, max_tokens=player.config.max_tokens, prompt=longer)
     yield trace.Resume(seq=third, stream=random.randrange(STREAMS))
     if not late:
-        yield random.choice(leave)(seq=second)
-        yield random.choice(leave)(seq=third)
+        yield random.choice(LEAVE)(seq=second)
+        yield random.choice(LEAVE)(seq=third)
 
 
 def _go_on(player: Player, random: Random, name: int) -> trace.AnyCall | None:
@@ -289,7 +295,8 @@ def _resize(played: Played, random: Random, name: int) -> trace.AnyCall:
 
 
 def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
-    return trace.Rewind(seq=name, tokens=_within(random, 0, played.story.settled))
+    low = played.seq.shared_tokens
+    return trace.Rewind(seq=name, tokens=_within(random, low, played.story.settled))
 
 
 def _commit(played: Played, random: Random, name: int) -> trace.AnyCall:

@@ -1,0 +1,328 @@
+"""Spans: what sequences share by mapping the very same frames.
+
+A newcomer's longest prefix that lies in whole units in somebody's memory is mapped into its range,
+read-only and free of charge; a unit is the least run of addresses that is both whole frames and
+whole blocks, so no page is shared in part. What is beyond the last whole unit is copied.
+
+This file finds the memory and keeps the registry: who has which span, how recently, and which may
+be given up. A protected share of the budget is not: without it a burst spills the prefixes exactly
+when they are worth most (report S10). Asking changes nothing (report S08).
+
+Rejected: a count of aliases. A range that is released twice would free somebody else's memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Final, NamedTuple
+
+from kvstate.arena import Range
+from kvstate.config import Config, Geometry
+from kvstate.index import Node
+from kvstate.keys import ID_BYTES
+from kvstate.plan import Cells, Frames
+from kvstate.runs import Operands
+from kvstate.sequence import Columns, Sequence
+from kvstate.spec.page import COMMITTED
+from kvstate.spec.sequence import ACTIVE
+from kvstate.spec.span import LIVE
+
+
+class Span:
+    """Frames of a canonical prefix: those of its home's aliases first, then its own."""
+
+    __slots__ = (
+        "end", "first_frame", "frames", "holders", "home", "nodes", "number", "pages", "state",
+        "used",
+    )  # fmt: skip
+
+    def __init__(self, number: int, home: Range, counts: list[int]) -> None:
+        self.number, self.home = number, home
+        self.first_frame = self.end = len(home.aliases.states)
+        """Its own frames, counted from the beginning of the prefix."""
+        self.frames = Frames(self, counts)
+        """Its own frames, once they are the registry's."""
+        self.nodes: list[Node] = []
+        """What the index calls its own blocks."""
+        self.pages = Cells(self, bytearray())
+        """The records of their pages, once they are the registry's."""
+        self.holders: dict[int, Range] = {}
+        """Ranges that alias it, by number."""
+        self.used = 0
+        self.state = LIVE.code
+
+    def __str__(self) -> str:
+        return f"span {self.number}"
+
+    def enter(self, code: int) -> None:
+        """Change the state."""
+        self.state = code
+
+    @property
+    def aliases(self) -> int:
+        """Ranges that alias it."""
+        return len(self.holders)
+
+    @property
+    def users(self) -> int:
+        """Those of them that sequences have."""
+        return sum(range_.owner is not None for range_ in self.holders.values())
+
+    @property
+    def base(self) -> int:
+        """Where its home maps the beginning of the prefix."""
+        return self.home.base
+
+    def first(self, cells: Cells) -> int:
+        """Where its own frames begin, in frames from its base."""
+        return self.first_frame
+
+    @property
+    def own_frames(self) -> int:
+        """How many of the frames are not those of a span before it."""
+        return self.end - self.first_frame
+
+    def ids(self, count: int) -> list[int]:
+        """The first that many frames of the prefix."""
+        before, lives = self.home.span, self.state == LIVE.code
+        own = self.home.frames if lives else self.frames
+        head = [] if before is None else before.ids(min(count, self.first_frame))
+        return head + own.ids[: max(0, count - self.first_frame)]
+
+
+class Sharing(NamedTuple):
+    """What a newcomer maps: the span, how much of it, and which of its blocks are new to it."""
+
+    span: Span
+    frames: int
+    blocks: int
+    nodes: list[Node]
+    """What the span gets besides its present blocks."""
+
+
+class Passage(NamedTuple):
+    """The span that a sequence leaves to others, and what it gets besides its present blocks."""
+
+    span: Span
+    nodes: list[Node]
+    frames: int
+    """Its own frames then."""
+
+
+class Spans:
+    """Every span of one manager."""
+
+    def __init__(
+        self, config: Config, geometry: Geometry, columns: Columns, counts: list[int]
+    ) -> None:
+        self.mode, self.geometry, self.counts = config.spans, geometry, counts
+        self.unit_frames: Final = geometry.align_bytes // geometry.frame_bytes
+        self.unit_blocks: Final = geometry.align_bytes // geometry.block_bytes
+        self.key_bytes: Final = ID_BYTES * geometry.tokens_per_block
+        self.columns, self.protected_frames = columns, geometry.protected_frames
+        self.registered: dict[int, Span] = {}
+        self.clock = self.made = 0
+
+    # Sharing.
+
+    def sharing(self, hits: list[Node]) -> Sharing | None:
+        """The longest beginning of these blocks that can be mapped. Changes nothing."""
+        if self.mode == "off":
+            return None
+        for units in range(len(hits) // self.unit_blocks, 0, -1):
+            blocks = units * self.unit_blocks
+            span = self._backing(hits, blocks)
+            if span is not None:
+                own = hits[self._blocks(span.end) : blocks]
+                return Sharing(span, units * self.unit_frames, blocks, own)
+        return None
+
+    def _backing(self, hits: list[Node], blocks: int) -> Span | None:
+        """The span that has these blocks, or can have them; one that is new is not entered yet."""
+        owner = hits[blocks - 1].owner
+        if isinstance(owner, Span):
+            return owner
+        if not isinstance(owner, Sequence) or owner.range is None:
+            return None
+        span = self._of(owner.range)
+        first = self._blocks(span.end)
+        canonical = all(node.owner is owner for node in hits[first:blocks])
+        return span if canonical and self._full(owner, first, blocks) else None
+
+    def _of(self, range_: Range) -> Span:
+        """The span of a running sequence, or one that it could have."""
+        return range_.home_of or Span(self.made + 1, range_, self.counts)
+
+    def _full(self, seq: Sequence, first: int, end: int) -> bool:
+        """These pages of the sequence are canonical, and their bytes are there."""
+        states = seq.pages.states[first:end]
+        return states.count(COMMITTED.code) == len(states)
+
+    def operands(self, sharing: Sharing, range_: Range, pages: Cells) -> Operands:
+        """What mapping it into a range means. A fresh range gets the aliases, still VACANT."""
+        span, aliases = sharing.span, range_.aliases
+        found: Operands = {"sharing": (span,), "aliased": ((pages, 0, sharing.blocks),)}
+        if range_.span is None:
+            aliases.states = bytearray(sharing.frames)
+            range_.span = span
+            found["shared"] = ((aliases, 0, sharing.frames),)
+        if sharing.nodes:
+            low = span.end - span.first_frame
+            end = sharing.frames - span.first_frame
+            found["enlisted"] = ((span.home.frames, low, end),)
+        return found
+
+    def shared(self, sharing: Sharing, range_: Range) -> None:
+        """The frames are mapped into that range: it holds the span from now on."""
+        span = sharing.span
+        if sharing.nodes:
+            self._enter(span)
+            span.nodes += sharing.nodes
+            span.end = sharing.frames
+        span.holders[range_.number] = range_
+        self.touch(span)
+
+    def _enter(self, span: Span) -> None:
+        if span.home.home_of is None:
+            self.made += 1
+            span.home.home_of = span
+
+    def touch(self, span: Span) -> None:
+        """Make a span, and those before it, the most recently used."""
+        self.clock += 1
+        for one in _chain(span):
+            one.used = self.clock
+
+    # Leaving.
+
+    def passage(self, seq: Sequence, *, closing: bool) -> Passage | None:
+        """The span that a sequence leaves to others when it leaves its range.
+
+        All that was ever shared; if it closes and `spans` is "all", its whole prompt.
+        """
+        range_ = seq.range
+        if range_ is None:
+            return None
+        span = self._of(range_)
+        nodes = self._rest(seq, span) if closing and self.mode == "all" else []
+        if range_.home_of is None and not nodes:
+            return None
+        return Passage(span, nodes, span.own_frames + self._frames(len(nodes)))
+
+    def _rest(self, seq: Sequence, span: Span) -> list[Node]:
+        """The blocks of its prompt behind the span that could be in it, in whole units."""
+        first = self._blocks(span.end)
+        last = len(seq.prompt) // self.key_bytes
+        nodes = seq.nodes[first : max(first, last)]
+        mine = next((at for at, node in enumerate(nodes) if node.owner is not seq), len(nodes))
+        mine -= mine % self.unit_blocks
+        return nodes[:mine] if self._full(seq, first, first + mine) else []
+
+    def passing(self, passage: Passage | None) -> Operands:
+        """What leaving it means. Its frames come before all others of the range."""
+        if passage is None:
+            return {}
+        span, own = passage.span, passage.frames
+        cells = span.home.frames
+        blocks = self._blocks(span.end) - self._blocks(span.first_frame) + len(passage.nodes)
+        span.pages.states = bytearray(blocks)
+        return {
+            "frames": ((cells, own, len(cells.ids)),),
+            "passing": (span,),
+            "passed": ((cells, 0, own, span.frames),),
+            "pinned": ((span.pages, 0, blocks),),
+        }
+
+    def passed(self, passage: Passage) -> None:
+        """The span is the registry's, just before that is settled: ranges land when it is."""
+        span = passage.span
+        self._enter(span)
+        span.nodes += passage.nodes
+        span.end = span.first_frame + passage.frames
+        self.registered[span.number] = span
+        self.touch(span)
+
+    # Giving up.
+
+    def spillable(self, *, all_of_them: bool = False) -> list[Span]:
+        """The spans that a reclaim may give up, in this order: no sequence maps them, and they are
+        not among the latest used that make up the protected share. O(n log n) in the spans."""
+        chosen: list[Span] = []
+        kept = set() if all_of_them else set(self._protected())
+        for span in sorted(self.registered.values(), key=lambda s: (s.used, -s.first_frame)):
+            if span not in kept and all(_idle(range_, chosen) for range_ in span.holders.values()):
+                chosen.append(span)
+        return chosen
+
+    def _protected(self) -> Iterator[Span]:
+        """The latest used, as far as they fit in the share. One sequence alone may have it all."""
+        alone = self.columns.states.count(ACTIVE.code) <= 1
+        left = 0 if alone else self.protected_frames
+        for span in sorted(self.registered.values(), key=lambda s: (-s.used, s.first_frame)):
+            left -= span.own_frames
+            if left < 0:
+                return
+            yield span
+
+    def rewound(self, seq: Sequence, blocks: int) -> Operands:
+        """What it means for its own span that a sequence keeps only so many blocks. Nobody else
+        maps what it writes again."""
+        range_ = seq.range
+        span = None if range_ is None else range_.home_of
+        if span is None or blocks >= self._blocks(span.end):
+            return {}
+        return {"ending": (span,), "delisted": ((span.home.frames, 0, span.own_frames),)}
+
+    def frames_without(self, sharing: Sharing | None) -> int:
+        """Frames that a reclaim can take from spans if that much is mapped once more."""
+        if not self.registered:
+            return 0
+        kept = set(_chain(None if sharing is None else sharing.span))
+        return frames_of(span for span in self.spillable() if span not in kept)
+
+    @property
+    def spillable_frames(self) -> int:
+        """Frames that a reclaim can take from spans."""
+        return frames_of(self.spillable()) if self.registered else 0
+
+    def unaliased(self, range_: Range) -> None:
+        """A range maps nothing of its span any more."""
+        if range_.span is not None:
+            del range_.span.holders[range_.number]
+            range_.span = None
+        range_.aliases.states.clear()
+
+    def spilled(self, span: Span) -> None:
+        """A span is given up, and so is its home."""
+        span.home.home_of = None
+        del self.registered[span.number]
+
+    def ended(self, range_: Range) -> None:
+        """A running sequence has its span no more."""
+        range_.home_of = None
+
+    def _blocks(self, frames: int) -> int:
+        return frames // self.unit_frames * self.unit_blocks
+
+    def _frames(self, blocks: int) -> int:
+        return blocks // self.unit_blocks * self.unit_frames
+
+
+def _idle(range_: Range, doomed: Iterable[Any]) -> bool:
+    """No sequence needs what the range maps: it waits to be adopted, or it is the home of a span
+    that is given up too. One behind a fence is as good: there is a quiesce before."""
+    if range_.home_of is not None:
+        return range_.home_of in doomed
+    return range_.owner is None
+
+
+def _chain(span: Span | None) -> Iterator[Span]:
+    """A span and those before it."""
+    while span is not None:
+        yield span
+        span = span.home.span
+
+
+def frames_of(spans: Iterable[Span]) -> int:
+    """The frames that spans have of their own."""
+    return sum(span.own_frames for span in spans)
