@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from functools import partial
-from itertools import islice
 from pathlib import Path
 from time import monotonic
 from typing import Annotated, Final
@@ -32,11 +31,13 @@ from kvstate.campaign.engine import Engine, Outcome, Request
 from kvstate.campaign.fuzz import Failure, Tally
 from kvstate.campaign.player import Broken
 from kvstate.campaign.replay import (
+    first_requests,
     read_mooncake,
     replay_report,
     replay_table,
     scaled,
     serving_config,
+    sharing,
 )
 from kvstate.campaign.replay import uniform as uniform_requests
 from kvstate.campaign.report import Found, found, fuzz_report, fuzz_table, program_text
@@ -147,7 +148,13 @@ def replay(
     uniform: Annotated[
         str | None, typer.Option(help="Instead: requests of one size, as PROMPT,OUTPUT.")
     ] = None,
-    requests: Annotated[int | None, typer.Option(min=1, help="How many requests.")] = None,
+    shared: Annotated[
+        str | None,
+        typer.Option(help="How they share prompts, as PROMPTS,MEAN,SHARE."),
+    ] = None,
+    requests: Annotated[
+        int | None, typer.Option(min=1, help="How many requests: the first of a trace.")
+    ] = None,
     scale: Annotated[float, typer.Option(min=0.0, help="Multiply all lengths.")] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Requests that run at one time.")] = 32,
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a request and step.")] = 2048,
@@ -166,18 +173,21 @@ def replay(
     ] = True,
     device: DeviceOption = "auto",
     streams: StreamsOption = Streams.EAGER,
+    seed: Annotated[int, typer.Option(min=0, help="Of what --shared and streams draw.")] = 0,
     skip_malformed: Annotated[bool, typer.Option(help="Skip lines that cannot be read.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Replay a recorded trace, or a serving trace through a simple batching engine."""
+    _one_source(source, uniform, shared)
     if source is not None and trace.is_trace(source):
         _replay_calls(source, device)
         return
-    if (source is None) == (uniform is None):
-        raise typer.BadParameter("name a trace, or give --uniform PROMPT,OUTPUT, and not both")
     shape = LayerSpec(kv_heads, head_dim, dtype, layers)
-    found, skipped = _requests(source, uniform, requests, skip_malformed)
-    with closing(open_named(device, streams.value, 0)) as opened, _progress(json) as tell:
+    if source is not None:
+        found, skipped = first_requests(read_mooncake(source, skip_malformed), requests)
+    else:
+        found, skipped = _uniform(uniform or "", shared, requests or 100, seed), 0
+    with closing(open_named(device, streams.value, seed)) as opened, _progress(json) as tell:
         frame = frame or opened.granularity_bytes
         tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
         config = serving_config(shape, *tiers, block=block, batch=batch, reuse=reuse)
@@ -232,19 +242,30 @@ def _replay_calls(source: Path, device: str) -> None:
     err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
 
 
-def _requests(
-    source: Path | None, uniform: str | None, count: int | None, skip: bool
-) -> tuple[list[Request], int]:
-    """The requests that the options ask for, and how many lines were skipped."""
-    if source is not None:
-        lines = list(islice(read_mooncake(source, skip), count))
-        found = [line for line in lines if line is not None]
-        return found, len(lines) - len(found)
+def _one_source(source: Path | None, uniform: str | None, shared: str | None) -> None:
+    """Either a trace or made requests, and what only one of them has with that one."""
+    if (source is None) == (uniform is None):
+        raise typer.BadParameter("name a trace, or give --uniform PROMPT,OUTPUT, and not both")
+    if shared is not None and uniform is None:
+        raise typer.BadParameter("--shared says how requests of --uniform begin, not a trace's")
+
+
+def _uniform(uniform: str, shared: str | None, count: int, seed: int) -> list[Request]:
+    """Requests of one size, with the prompts that --shared asks for."""
     try:
-        prompt, output = map(int, (uniform or "").split(","))
-        return uniform_requests(count or 100, prompt, output), 0
+        prompt, output = map(int, uniform.split(","))
+        requests = uniform_requests(count, prompt, output)
     except ValueError as error:
-        raise typer.BadParameter(f"--uniform is PROMPT,OUTPUT in tokens: {error}") from error
+        wanted = f"--uniform is PROMPT,OUTPUT in tokens, not {uniform!r}"
+        raise typer.BadParameter(f"{wanted}: {error}") from error
+    if shared is None:
+        return requests
+    try:
+        prompts, mean, share = shared.split(",")
+        return sharing(requests, int(prompts), int(mean), float(share), seed)
+    except ValueError as error:
+        wanted = f"--shared is PROMPTS,MEAN,SHARE, as 15,512,0.9 is, not {shared!r}"
+        raise typer.BadParameter(f"{wanted}: {error}") from error
 
 
 def _replay_line(outcome: Outcome, total: int) -> str:

@@ -101,6 +101,29 @@ def test_replay_of_a_serving_trace(tmp_path: Path) -> None:
     assert "20 of 20 finished" in run("replay", SLICE, *sizes)
 
 
+def test_replay_of_requests_that_share_prompts_repeats() -> None:
+    sizes = ("replay", "--device", "null", "--uniform", "200,8", "--requests", 60, "--json")
+    shared = (*sizes, "--shared", "4,128,0.75", "--batch", 4)
+    one, same, other = (run(*shared, "--seed", seed) for seed in (5, 5, 6))
+    assert one["requests_finished"] == 60
+    assert one["hits"] == same["hits"] != other["hits"]
+    assert 0.2 < one["hit_rate"] < 0.75
+    assert run(*sizes)["hit_rate"] == 0
+
+
+def test_what_cannot_be_shared_is_refused_by_its_numbers() -> None:
+    for given, message in (
+        ("15,512", "'15,512'"),
+        ("15,512,0.9,1", "'15,512,0.9,1'"),
+        ("a,512,0.9", "'a'"),
+        ("0,512,0.9", "0 prompts of 512 tokens"),
+        ("15,512,1.5", "a share of 1.5"),
+    ):
+        done = CliRunner().invoke(app, ["replay", "--uniform", "64,8", "--shared", given])
+        assert done.exit_code == MISUSE
+        assert message in " ".join(done.stderr.replace("│", "").split())
+
+
 def test_replay_of_equal_requests_and_of_a_recorded_trace(tmp_path: Path) -> None:
     report = run("replay", *HOST, "--uniform", "64,8", "--requests", 12, "--json")
     assert report["requests_finished"] == 12
@@ -120,7 +143,11 @@ def test_replay_of_equal_requests_and_of_a_recorded_trace(tmp_path: Path) -> Non
     [
         ("replay",),
         ("replay", SLICE, "--uniform", "1,1"),
+        ("replay", SLICE, "--shared", "3,64,0.5"),
+        ("replay", "--shared", "3,64,0.5"),
         ("replay", "--uniform", "x"),
+        ("replay", "--uniform", "0,5"),
+        ("replay", "--uniform", "64,8", "--seed", "-1"),
         ("replay", "nowhere.jsonl"),
         ("fuzz", "--device", "abacus"),
         ("fuzz", "--workers", "0"),

@@ -2,40 +2,46 @@
 
 from __future__ import annotations
 
+import gc
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from kvstate import GpuTier, HostTier, LayerSpec, Manager, TraceError
-from kvstate.campaign.engine import Engine, Request
+from kvstate.campaign.engine import OWN_IDS, Engine, Request
+from kvstate.campaign.model import Story
 from kvstate.campaign.replay import (
     ReplayReport,
+    first_requests,
     read_mooncake,
     replay_report,
     scaled,
     serving_config,
+    sharing,
     uniform,
 )
 from kvstate.gpu import HostDevice, open_device
+from kvstate.observe import check_laws
 
 SLICE = Path(__file__).parent / "data" / "mooncake_300.jsonl.gz"
 SHAPE = LayerSpec(kv_heads=1, head_dim=8, dtype="float16")
 
 
 def replay(
-    requests: list[Request], gpu: int, host: int, streams: str = "eager", device: str = "host"
-) -> ReplayReport:
+    requests: list[Request], gpu: int, host: int, streams: str = "eager", device: str = "host",
+    batch: int = 16,
+) -> ReplayReport:  # fmt: skip
     frame = 4096
     tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
-    config = serving_config(SHAPE, *tiers, block=32, batch=16)
+    config = serving_config(SHAPE, *tiers, block=32, batch=batch)
     work = [scaled(request, 1.0, config.max_tokens) for request in requests]
-    engine = Engine(config, open_device(device, streams=streams, seed=1), 16)
+    engine = Engine(config, open_device(device, streams=streams, seed=1), batch)
     return replay_report(engine, engine.run(work), len(work), 0, 1.0)
 
 
 def mooncake(count: int) -> list[Request]:
-    requests = [request for request in read_mooncake(SLICE) if request is not None]
-    return requests[:count]
+    return first_requests(read_mooncake(SLICE), count)[0]
 
 
 def test_the_slice_is_what_it_says() -> None:
@@ -43,7 +49,7 @@ def test_the_slice_is_what_it_says() -> None:
     assert len(requests) == 300
     assert requests[0].prompt_tokens == 6758
     assert requests[0].output_tokens == 500
-    assert requests[0].blocks == tuple(range(14))
+    assert requests[0].content == tuple((name, 512) for name in range(14))
 
 
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
@@ -120,7 +126,138 @@ def test_malformed_lines_are_named_and_skipped_only_if_asked(
 
 
 def test_scaling_keeps_a_request_within_what_is_allowed() -> None:
-    assert scaled(Request(1000, 100), 0.1, 5000) == Request(100, 10, block_tokens=51)
-    assert scaled(Request(1000, 100), 0.0001, 5000) == Request(1, 1, block_tokens=1)
+    content, small = ((7, 512), (8, 100)), ((7, 51), (8, 10))
+    assert scaled(Request(1000, 100, content), 0.1, 5000) == Request(100, 10, small)
+    assert scaled(Request(1000, 100, content), 0.0001, 5000) == Request(1, 1, ((7, 1), (8, 1)))
     big = scaled(Request(10_000, 10_000), 1.0, 5000)
     assert (big.prompt_tokens, big.total_tokens) == (4999, 5000)
+
+
+def test_the_first_requests_of_a_trace_are_taken_whatever_is_skipped() -> None:
+    one, other = Request(1, 1), Request(2, 2)
+    assert first_requests([None, one, None, other, None, one], 2) == ([one, other], 2)
+    assert (
+        first_requests([None, one, None], 5)
+        == first_requests([None, one, None], None)
+        == ([one], 2)
+    )
+
+
+# What prompts say.
+
+
+def test_equal_content_is_equal_ids_up_to_the_prompt_and_nothing_else_is() -> None:
+    """Content is of any length, and of the same name it begins alike."""
+    request = Request(100, 20, content=((3, 41), (4, 41), (5, 41)))
+    ids, others = (request.token_ids(number) for number in (1, 2))
+    assert len(ids) == 120
+    assert ids[:100] == others[:100]
+    assert not {*ids[100:]} & {*others[100:]}
+    assert [*request.token_ids(1)] == [*ids], "a request says the same again"
+    longer = Request(100, 20, content=((3, 50), (4, 41))).token_ids(1)
+    assert longer[:41] == ids[:41]
+    assert longer[41] != ids[41]
+    assert longer[50:91] == ids[41:82], "wherever it stands"
+    assert min(longer[91:]) >= OWN_IDS > max(longer[:91])
+
+
+def test_ids_fit_however_large_the_names() -> None:
+    request = Request(9, 1, content=((2**64 - 1, 4), (-5, 4)))
+    assert 0 <= min(request.token_ids(10**9)) <= max(request.token_ids(10**9)) < 2**31
+
+
+def test_a_share_of_the_requests_begins_with_one_of_the_shared_prompts() -> None:
+    requests = sharing(uniform(3000, 2000, 5), 15, 512, 0.9, seed=1)
+    assert {(one.prompt_tokens, one.output_tokens) for one in requests} == {(2000, 5)}
+    pieces = [piece for one in requests for piece in one.content]
+    shared, own = ([p for p in pieces if (p[0] < 15) is inside] for inside in (True, False))
+    assert 0.88 < len(shared) / len(requests) < 0.92
+    assert len(set(shared)) == 15, "a shared prompt has one length"
+    assert min(shared.count(piece) for piece in set(shared)) > 100, "all are as likely"
+    assert len({name for name, _ in own}) == len(own) == 3000 - len(shared)
+    lengths = [tokens for _, tokens in {*shared, *own}]
+    assert 256 <= min(lengths) < 300
+    assert 724 < max(lengths) <= 768
+    assert 490 < sum(lengths) / len(lengths) < 534
+
+
+def test_what_is_shared_is_drawn_from_the_seed() -> None:
+    def drawn(count: int, seed: int) -> list[Request]:
+        return sharing(uniform(count, 100, 5), 4, 30, 0.5, seed)
+
+    assert drawn(50, 7) == drawn(50, 7) == drawn(80, 7)[:50]
+    assert drawn(50, 7) != drawn(50, 8)
+
+
+@pytest.mark.parametrize(
+    ("prompts", "mean_tokens", "share", "message"),
+    [
+        (0, 512, 0.5, "0 prompts of 512 tokens"),
+        (3, 0, 0.5, "3 prompts of 0 tokens"),
+        (3, 512, -0.1, "a share of -0.1 is not from 0 to 1"),
+        (3, 512, 90.0, "a share of 90.0 is not from 0 to 1"),
+        (3, 512, float("nan"), "a share of nan"),
+    ],
+)
+def test_shares_that_mean_nothing_are_refused(
+    prompts: int, mean_tokens: int, share: float, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        sharing(uniform(5, 100, 5), prompts, mean_tokens, share, 0)
+
+
+def test_hits_are_the_whole_blocks_of_what_is_shared() -> None:
+    """One at a time, everybody but the first of each prompt has all whole blocks of it; the last
+    token of a prompt that is cut is computed."""
+    requests = sharing(uniform(40, 60, 5), 3, 64, 0.8, seed=2)
+    seen = [{one.content[0] for one in requests[:at]} for at in range(len(requests))]
+    again = [one.content[0] for one, known in zip(requests, seen, strict=True)
+             if one.content[0] in known]  # fmt: skip
+    wanted = sum(min(tokens, 59) // 32 * 32 for _, tokens in again)
+    report = replay(requests, gpu=200, host=400, batch=1)
+    assert report.hits == {"host": wanted, "live": 0}
+    assert report.hit_rate == round(wanted / (40 * 60), 4) > 0.3
+    assert (report.mismatches, report.violations) == (0, [])
+
+
+def test_shared_prompts_under_pressure() -> None:
+    work = [Request(700, 20 + 15 * (number % 5)) for number in range(60)]
+    requests = sharing(work, 5, 300, 0.9, seed=3)
+    report = replay(requests, gpu=80, host=90, streams="adversarial")
+    assert report.requests_finished == 60
+    assert (report.mismatches, report.violations) == (0, [])
+    assert min(report.hits.values()) > 0
+    assert report.bytes_verified > 3_000_000
+
+
+# The engine's own books.
+
+
+def test_neighbouring_blocks_of_one_writer_are_read_back_as_one() -> None:
+    story = Story(1, 100, b"", committing=True, prompt=range(50), block_tokens=8)
+    story.begin([(8, 5), (8, 5), (8, 6), (8, 6), (8, 5)])
+    assert story.written == [(16, 5), (16, 6), (8, 5)]
+    assert story.writers(8, 24) == ((8, 5), (8, 6))
+    assert [*story.tokens] == [*range(40)]
+    assert all(a[:2] != b[:2] for a, b in pairwise(story.rows(0, 0, 40, 32)))
+
+
+@pytest.mark.parametrize("collects", [True, False])
+def test_the_collector_is_as_it_was_after_the_laws(
+    monkeypatch: pytest.MonkeyPatch, collects: bool
+) -> None:
+    found = []
+
+    def looking(kv: Manager) -> None:
+        found.append(gc.isenabled())
+        check_laws(kv)
+
+    monkeypatch.setattr("kvstate.campaign.engine.check_laws", looking)
+    try:
+        if not collects:
+            gc.disable()
+        replay(uniform(2, 40, 5), gpu=20, host=0, device="null")
+        assert gc.isenabled() is collects
+    finally:
+        gc.enable()
+    assert set(found) == {False}

@@ -11,49 +11,55 @@ each copy and when a request finishes.
 
 from __future__ import annotations
 
+import gc
+from array import array
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import numpy as np
 from attrs import define, field, frozen
 
-from kvstate.campaign.model import Library, SegmentRow, Story
+from kvstate.campaign.model import Ids, Library, SegmentRow, Story
 from kvstate.campaign.player import begin, host_rows, publish
 from kvstate.config import Config
 from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws
+from kvstate.pattern import GOLDEN
 from kvstate.sequence import Sequence
 
 SAMPLE_TOKENS = 32
 """How much history a step reads back of each sequence."""
 OWN_IDS = 1 << 30
-"""Ids from here on are of one request alone."""
+"""Ids from here on are of one request alone; those of named content are below."""
 LAWS_EVERY = 64
 """Steps from one check of the laws to the next."""
 
 
+Piece = tuple[int, int]
+"""The name of some content, and how many tokens of it: of equal names one begins like the other."""
+
+
 @frozen
 class Request:
-    """What one request asks for, in tokens. `blocks` names its prompt's content, block by
-    block."""
+    """What one request asks for, in tokens. Its prompt begins with its content, piece by piece and
+    cut to the prompt; the rest of the prompt, and the output, nobody else has."""
 
     prompt_tokens: int
     output_tokens: int
-    blocks: tuple[int, ...] = ()
-    block_tokens: int = 512
-    """Tokens of each of these blocks."""
+    content: tuple[Piece, ...] = ()
 
-    def token_ids(self, number: int) -> list[int]:
-        """The ids of prompt and output: equal where the blocks are, else of this request alone."""
-        size, ids = self.block_tokens, np.arange(self.total_tokens, dtype=np.int64)
-        names = np.array(self.blocks, np.int64)[: -(-self.prompt_tokens // size)]
-        shared = min(self.prompt_tokens, len(names) * size)
-        found = OWN_IDS + (number * 7919 + ids) % OWN_IDS
-        found[:shared] = (names[ids[:shared] // size] * size + ids[:shared] % size) % OWN_IDS
-        tokens: list[int] = found.tolist()
-        return tokens
+    def token_ids(self, number: int) -> Ids:
+        """The ids of prompt and output: equal where the content is, else of this request alone."""
+        ids = OWN_IDS + (number * 7919 + np.arange(self.total_tokens)) % OWN_IDS
+        start = 0
+        for name, tokens in self.content:
+            end = min(start + tokens, self.prompt_tokens)
+            ids[start:end] = (name * GOLDEN % OWN_IDS + np.arange(end - start)) % OWN_IDS
+            start = end
+        return array("i", ids.astype(np.int32).tobytes())
 
     @property
     def total_tokens(self) -> int:
@@ -68,7 +74,7 @@ class Running:
     request: Request
     seq: Sequence
     story: Story
-    tokens: list[int]
+    tokens: Ids
     """The ids of its prompt, and what it will say."""
     known_tokens: int
     """Tokens whose ids are known: the prompt, and what was generated before a drop."""
@@ -315,10 +321,24 @@ class Engine:
 
     def _laws(self) -> None:
         try:
-            check_laws(self.kv)
+            with _collector_paused():
+                check_laws(self.kv)
         except LawViolation as broken:
             self.outcome.violations += broken.violations
 
     def _note_tenth(self) -> None:
         if self.outcome.mapping_calls_at_tenth is None:
             self.outcome.mapping_calls_at_tenth = self.mapping_calls()
+
+
+@contextmanager
+def _collector_paused() -> Iterator[None]:
+    """No search for cycles while the laws are asked. They make a fact of every block, and none is
+    in a cycle; searching those and the whole index again and again was a third of a replay."""
+    ran = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if ran:
+            gc.enable()

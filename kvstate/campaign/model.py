@@ -8,19 +8,25 @@ here.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Iterable
+from typing import TypeAlias
 
-import numpy as np
 from attrs import define, field
 
 from kvstate import pattern
 
 SegmentRow = tuple[int, int, int, int, int]
 """A row of `SEGMENT`."""
-
-
+Ids: TypeAlias = "array[int]"
+"""Token ids, packed as int32: long prompts are many, and a block's key is a slice of them."""
 Writers = tuple[tuple[int, int], ...]
 """(count, key) runs of those who wrote some tokens."""
+
+
+def packed(ids: Iterable[int] = ()) -> Ids:
+    """The ids as they are kept. Raises OverflowError for one that is no int32."""
+    return array("i", ids)
 
 
 class Library:
@@ -60,10 +66,19 @@ class Library:
         story.path = path
         return [self._writers[name] for name in path]
 
-    def _key(self, story: Story, path: list[int], tokens: list[int]) -> tuple[object, bytes]:
+    def _key(self, story: Story, path: list[int], tokens: Ids) -> tuple[object, bytes]:
         start = len(path) * self.block_tokens
-        ids = np.array(tokens[start : start + self.block_tokens], np.int32)
+        ids = tokens[start : start + self.block_tokens]
         return (path[-1] if path else story.tenant), ids.tobytes()
+
+
+def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The same (count, key) runs, with neighbours of one key as one."""
+    joined: list[tuple[int, int]] = []
+    for count, key in runs:
+        before = joined.pop()[0] if joined and joined[-1][1] == key else 0
+        joined.append((before + count, key))
+    return joined
 
 
 @define(eq=False)
@@ -86,9 +101,9 @@ class Story:
     """(count, key) runs, from the first token on."""
     undefined: bool = False
     """A dummy: its bytes mean nothing."""
-    tokens: list[int] = field(factory=list)
+    tokens: Ids = field(factory=packed)
     """The ids of its known tokens."""
-    prompt: list[int] = field(factory=list)
+    prompt: Ids = field(factory=packed, converter=packed)
     """What it is known to begin with."""
     block_tokens: int = 1
     path: list[int] = field(factory=list)
@@ -106,12 +121,12 @@ class Story:
 
     def name(self, tokens: Iterable[int]) -> None:
         """The ids of the next tokens are known."""
-        self.tokens += tokens
+        self.tokens.extend(tokens)
         self.known = len(self.tokens)
 
     def begin(self, runs: list[tuple[int, int]]) -> None:
         """It begins with tokens of its prompt that others have written: (count, key) of each."""
-        self.written = runs
+        self.written = _joined(runs)
         self.scheduled = self.settled = self.known = sum(count for count, _ in runs)
         self.tokens = self.prompt[: self.known]
 

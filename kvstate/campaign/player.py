@@ -22,7 +22,7 @@ from attrs import define, field
 
 from kvstate import trace
 from kvstate.campaign.legal import is_legal
-from kvstate.campaign.model import Library, SegmentRow, Story, Writers
+from kvstate.campaign.model import Ids, Library, SegmentRow, Story, Writers, packed
 from kvstate.device import SEGMENT, ByteDevice, Check, FillRun, Stream
 from kvstate.errors import (
     CapacityError,
@@ -125,7 +125,7 @@ class Player:
         """The last call took tokens back."""
         self.planned: deque[Any] = deque()
         """What a rule wants to come next: calls, and rules."""
-        self.head: tuple[bytes, list[int]] = b"", []
+        self.head: tuple[bytes, Ids] = b"", packed()
         """Its tenant and the tokens of its first block, before that call."""
         self._lost = False
         """Bytes were lost during the call: what was legal before it may not have been, and
@@ -211,7 +211,7 @@ class Player:
         found = [name for name, played in self.seqs.items() if self._head(played) == head]
         return [name for name in found if name != self.last] if head[1] else []
 
-    def _head(self, played: Played) -> tuple[bytes, list[int]]:
+    def _head(self, played: Played) -> tuple[bytes, Ids]:
         return played.story.tenant, played.story.tokens[: self.config.tokens_per_block]
 
     def next_name(self) -> int:
@@ -512,7 +512,7 @@ def begin(kv: Manager, library: Library, seq: Sequence, story: Story, stream: St
     """The sequence begins with what others wrote: find out who. Raises Broken if that is not what
     its prompt says, or if nobody wrote it."""
     block, tokens = kv.config.tokens_per_block, seq.matched_tokens
-    prefix = np.array(story.prompt[:tokens], np.int32).tobytes()
+    prefix = story.prompt[:tokens].tobytes()
     if b"".join(seq.keys) != prefix or tokens % block or tokens >= len(story.prompt):
         raise Broken("model", f"{seq} hits {tokens} tokens that are not those of its prompt")
     found = library.candidates(story, tokens // block)

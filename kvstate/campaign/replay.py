@@ -1,5 +1,8 @@
 """Replay: a public serving trace, or requests of one size, through a simple engine.
 
+Requests of one size may share prompts: who begins with which, and how long those are, is drawn
+from a seed.
+
 Reads the Mooncake format: JSON lines with `timestamp` (ms), `input_length` and `output_length`
 (tokens) and `hash_ids` (one number for each 512-token block of the prompt; equal numbers mean
 equal content). A line that is not that is refused with its number, and skipped only if asked for.
@@ -8,20 +11,24 @@ Arrival times are not kept: the loop is closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Annotated
+from random import Random
+from typing import Annotated, Final
 
 import msgspec
 from attrs import evolve
 from rich.table import Table
 
-from kvstate.campaign.engine import Engine, Outcome, Request
+from kvstate.campaign.engine import Engine, Outcome, Piece, Request
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 from kvstate.errors import TraceError
 from kvstate.trace import open_lines
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
+MOONCAKE_BLOCK_TOKENS: Final = 512
+SPREAD: Final = 0.5
+"""How far a drawn length may be from the mean, as a part of it."""
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -79,16 +86,58 @@ def read_mooncake(path: Path, skip: bool = False) -> Iterator[Request | None]:
                 continue
             try:
                 one = _line.decode(line)
-                yield _request(one.input_length, one.output_length, tuple(one.hash_ids))
+                content = tuple((name, MOONCAKE_BLOCK_TOKENS) for name in one.hash_ids)
+                yield _request(one.input_length, one.output_length, content)
             except (msgspec.DecodeError, ValueError) as error:
                 if not skip:
                     raise TraceError(f"{path}: line {number}: {error}") from error
                 yield None
 
 
+def first_requests(lines: Iterable[Request | None], count: int | None) -> tuple[list[Request], int]:
+    """The first `count` requests of a trace, or all; and how many lines before were skipped."""
+    found, skipped = list[Request](), 0
+    for request in lines:
+        if request is None:
+            skipped += 1
+            continue
+        found.append(request)
+        if len(found) == count:
+            break
+    return found, skipped
+
+
 def uniform(count: int, prompt_tokens: int, output_tokens: int) -> list[Request]:
     """Requests of one size."""
     return [_request(prompt_tokens, output_tokens)] * count
+
+
+def sharing(
+    requests: list[Request], prompts: int, mean_tokens: int, share: float, seed: int
+) -> list[Request]:
+    """The requests, of which a `share` begins with one of some prompts, each as likely, and the
+    others with a prompt of their own.
+
+    The length of every prompt is drawn from half to one and a half of the mean, each as likely.
+    The first of many requests are the same as of few. Raises ValueError for numbers that mean
+    nothing.
+    """
+    if prompts < 1 or mean_tokens < 1:
+        raise ValueError(f"{prompts} prompts of {mean_tokens} tokens cannot be shared")
+    if not 0 <= share <= 1:
+        raise ValueError(f"a share of {share} is not from 0 to 1")
+    random = Random(seed)
+    common = [(name, _drawn(random, mean_tokens)) for name in range(prompts)]
+    found = []
+    for own, request in enumerate(requests, prompts):
+        shares = random.random() < share
+        piece = random.choice(common) if shares else (own, _drawn(random, mean_tokens))
+        found.append(evolve(request, content=(piece,)))
+    return found
+
+
+def _drawn(random: Random, mean_tokens: int) -> int:
+    return max(1, round(mean_tokens * random.uniform(1 - SPREAD, 1 + SPREAD)))
 
 
 def serving_config(
@@ -109,7 +158,8 @@ def scaled(request: Request, scale: float, longest: int) -> Request:
     """The request with its lengths multiplied, and cut to what the configuration allows."""
     prompt = max(1, min(round(request.prompt_tokens * scale), longest - 1))
     output = max(1, min(round(request.output_tokens * scale), longest - prompt))
-    return Request(prompt, output, request.blocks, max(1, round(request.block_tokens * scale)))
+    content = tuple((name, max(1, round(tokens * scale))) for name, tokens in request.content)
+    return Request(prompt, output, content)
 
 
 def replay_report(
@@ -174,7 +224,7 @@ def replay_table(report: ReplayReport) -> Table:
     return table
 
 
-def _request(prompt: int, output: int, blocks: tuple[int, ...] = ()) -> Request:
+def _request(prompt: int, output: int, content: tuple[Piece, ...] = ()) -> Request:
     if prompt < 1 or output < 0:
         raise ValueError(f"a request of {prompt} prompt and {output} output tokens has no prompt")
-    return Request(prompt, max(1, output), blocks)
+    return Request(prompt, max(1, output), content)

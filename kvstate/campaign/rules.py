@@ -280,7 +280,8 @@ def _ids(random: Random, most: int) -> list[int]:
 
 def _next_ids(story: Story, random: Random, count: int) -> list[int]:
     """The ids of a sequence's next tokens: those of its prompt, and then drawn ones."""
-    ids = story.prompt[story.known : story.known + count] if random.random() < 0.95 else []
+    known = story.prompt[story.known : story.known + count]
+    ids = known.tolist() if random.random() < 0.95 else []
     return ids + [random.randrange(2) for _ in range(count - len(ids))]
 
 
