@@ -38,7 +38,6 @@ from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
 from kvstate.sequence import Sequence, Step
 from kvstate.spec.host import FREE
-from kvstate.spec.range import PARKED
 
 LOST = "device lost"
 """The kind of failure after which the process has no device any more."""
@@ -472,12 +471,13 @@ class Player:
                 raise Broken("bytes", f"{played.seq}: {wrong} tokens are wrong from {first} on")
 
     def _check_scrubbed(self) -> None:
-        """Parked memory and used host slots that are free hold nothing that anybody wrote."""
+        """Frames that are mapped for nobody and used host slots that are free hold nothing that
+        anybody wrote."""
         frame, host = self.kv.geometry.frame_bytes, self.kv.host
         places = [
-            FillRun(range_.base + range_.shared * frame, len(range_.frames.ids) * frame)
+            FillRun(range_.base + range_.used * frame, range_.tail * frame)
             for range_ in self.kv.arena.ranges.values()
-            if range_.state == PARKED.code
+            if range_.tail
         ]
         places += [
             FillRun(host.address + slot * host.block_bytes, host.block_bytes)

@@ -41,9 +41,9 @@ FAULTS = (
     Fault(
         "suspend changes the sequence before it reserves host room",
         "kvstate/manager.py",
-        "        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
+        "        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
         "        self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
-        "        plan = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
+        "        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
         "S04, B119",
     ),
     Fault(
@@ -133,9 +133,9 @@ FAULTS = (
         "copy one row short",
         "kvstate/manager.py",
         "plan.size_bytes = tokens * self.geometry.row_bytes\n"
-        "        plan.operands = operands = runs.f",
+        "        operands = runs.f",
         "plan.size_bytes = (tokens - 1) * self.geometry.row_bytes\n"
-        "        plan.operands = operands = runs.f",
+        "        operands = runs.f",
         "B55",
     ),
     Fault(
@@ -198,7 +198,7 @@ FAULTS = (
     Fault(
         "capacity counts frames that are not charged",
         "kvstate/core.py",
-        "self._capacity(seq, seq.range.charged)",
+        "self._capacity(seq, seq.range.used)",
         "self._capacity(seq, seq.range.mapped)",
         "B88",
     ),
@@ -304,5 +304,83 @@ FAULTS = (
         "            held = [range_ for hold in plan.holds for range_ in self._hold(*hold)]\n",
         "            held = (range_ for hold in plan.holds for range_ in self._hold(*hold))\n",
         "B167",
+    ),
+    Fault(
+        "an alias is mapped so that it can be written",
+        "kvstate/act.py",
+        "cells.owner.span.ids(high)[low:], read_only=True)",
+        "cells.owner.span.ids(high)[low:])",
+        "B116",
+    ),
+    Fault(
+        "an alias does not hold its span",
+        "kvstate/spans.py",
+        "        span.holders[range_.number] = range_\n",
+        "",
+    ),
+    Fault(
+        "the frames of a span are parked with its owner's range",
+        "kvstate/spans.py",
+        '            "passed": ((cells, 0, own, span.frames),),\n',
+        "",
+    ),
+    Fault(
+        "a range with aliases is adopted by whoever comes",
+        "kvstate/arena.py",
+        "        shelf = self.parked.get(signature)\n",
+        "        shelf = next(iter(self.parked.values()), None)\n",
+    ),
+    Fault(
+        "a span is given up under a sequence that maps it",
+        "kvstate/spans.py",
+        "    return range_.owner is None\n",
+        "    return True\n",
+        "B13",
+    ),
+    Fault(
+        "a rewind goes into memory that others map",
+        "kvstate/sequence.py",
+        "        mapped = span is not None and span.users\n",
+        "        mapped = False\n",
+        "B116",
+    ),
+    Fault(
+        "a span takes blocks that somebody else has",
+        "kvstate/spans.py",
+        "        canonical = all(node.owner is owner for node in hits[first:blocks])\n",
+        "        canonical = True\n",
+    ),
+    Fault(
+        "a span takes pages whose bytes are not there yet",
+        "kvstate/spans.py",
+        "        return states.count(COMMITTED.code) == len(states)\n",
+        "        return True\n",
+        "B61",
+    ),
+    Fault(
+        "a spilled span stays in the index",
+        "kvstate/reclaim.py",
+        "        self.lost(span)\n",
+        "",
+        "B64",
+    ),
+    Fault(
+        "the bytes of a spilled span are not overwritten",
+        "kvstate/reclaim.py",
+        "        wipe.fire(_WIPE, span.frames, 0, count)\n",
+        "",
+    ),
+    Fault(
+        "the protected share is not counted by who looks for frames",
+        "kvstate/reclaim.py",
+        "for span in self.spans.spillable(all_of_them=all_of_them):",
+        "for span in self.spans.spillable()[1:]:",
+        "S10",
+    ),
+    Fault(
+        "frames beyond the aliases are mapped at the base",
+        "kvstate/arena.py",
+        "        return 0 if cells is self.aliases else self.shared\n",
+        "        return 0\n",
     ),
 )  # fmt: skip
