@@ -150,7 +150,7 @@ class Actor:
 
     def _copy_out(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         event = plan.event
-        if event is None and "steps" in acts[0][0].after:
+        if event is None and any("steps" in row.after for row, *_ in acts):
             event = self.device.record(plan.stream)
         after = () if event is None else (event,)
         runs = [CopyRun(host, gpu, size) for gpu, host, size in self._pieces(plan)]

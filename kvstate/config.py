@@ -21,7 +21,7 @@ DTYPE_BYTES: Final = {
 MIB: Final = 1 << 20
 MAX_ARENA_BYTES: Final = 1 << 44
 INT31: Final = (1 << 31) - 1
-WRITE_THROUGH: Final = ("on_free", "off")
+WRITE_THROUGH: Final = ("on_free", "on_commit", "off")
 SPANS: Final = ("shared", "all", "off")
 SIXTEENTH: Final = 16
 """A block is a multiple of this part of a frame, which keeps lcm(frame, block) small."""
@@ -90,7 +90,8 @@ class Config:
     growth."""
     write_through: str = "on_free"
     """When committed pages are copied to the host for others with the same prefix: `on_free` (when
-    their sequence closes), or `off` (never; then nothing is found either)."""
+    their sequence closes), `on_commit` (soon after they are, so that leaving copies nothing), or
+    `off` (never; then nothing is found either)."""
     spans: str = "shared"
     """Whether sequences map the memory of others with the same prefix, and what stays on the GPU
     for that when its owner closes: what others have mapped (`shared`), its whole prompt (`all`), or

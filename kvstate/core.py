@@ -62,11 +62,12 @@ class Core:
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
         self.reuse = Reuse(
             Index(config.tokens_per_block), self.host, self.actor, self.flight,
-            enabled=config.write_through != "off",
+            config.write_through,
         )  # fmt: skip
         self.spans = Spans(config, geometry, self.columns, self.gpu.counts)
-        self.ladder = Ladder(self.gpu, self.arena, self.actor, self.flight, self.spans, config.gpu)
-        self.ladder.lost = self.reuse.spilled
+        self.ladder = Ladder(
+            self.gpu, self.arena, self.actor, self.flight, self.spans, self.reuse, config.gpu
+        )
         self.closed = False
 
     def _reserve(self, geometry: Geometry) -> int:
@@ -121,12 +122,17 @@ class Core:
         elif isinstance(short, OutOfFrames) and short.place == "addresses":
             self.ladder.addresses(short)
         elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
-            self.reuse.make_room(short.needed)
-            if self.host.free < short.needed:
-                self.flight.quiesce()
-                self.reuse.make_room(short.needed)
+            self._find_slots(short)
         else:
             raise short
+
+    def _find_slots(self, short: HostExhausted) -> None:
+        """Make room for what is not there yet; if that is not to be had, for all of it."""
+        wanted = short.needed - short.there
+        if not self.reuse.make_room(wanted, short.spare):
+            self.flight.quiesce()
+            if not self.reuse.make_room(wanted, short.spare):
+                self.reuse.make_room(short.needed)
 
     def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
         """An empty plan that is going to charge each range up to that frame."""

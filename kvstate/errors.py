@@ -54,10 +54,17 @@ class OutOfFrames(CapacityError):
 
 
 class HostExhausted(CapacityError):
-    """The host tier has no room. The sequence is intact: `drop()` it, or try again later."""
+    """The host tier has no room. The sequence is intact: `drop()` it, or try again later.
 
-    def __init__(self, what: str, needed: int, free: int, coming: int, capacity: int) -> None:
+    Of the `needed` slots it has `there` already.
+    """
+
+    def __init__(
+        self, what: str, needed: int, free: int, coming: int, capacity: int, there: int = 0,
+        spare: Any = None,
+    ) -> None:  # fmt: skip
         self.needed, self.free, self.coming, self.capacity = needed, free, coming, capacity
+        self.there, self.spare = there, spare
         super().__init__(
             f"{what} needs {needed} host slots: {free} of {capacity} are free, {coming} are coming"
         )

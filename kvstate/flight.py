@@ -207,6 +207,10 @@ class Flight:
         found = runs.freeing(seq, geometry, blocks) if transfer.loads and not ok else {}
         aliased = 0 if seq.range is None else geometry.blocks_in(len(seq.range.aliases.states))
         loading = ((seq.pages, aliased, blocks),) if ok else held
+        if transfer.outward and not ok:
+            copied = set(runs.slots_of(transfer.slots))
+            there = [slot for slot in runs.slots_of(seq.slots) if slot not in copied]
+            found["taken"] = runs.runs_of(seq.slots[0][0], there) if there else ()
         return found | {"sequence": (seq,), "held": held, "loading": loading}
 
     def _end(self, transfer: Transfer, ok: bool, plan: Plan) -> None:

@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import warnings
 from collections.abc import Callable
+from collections.abc import Sequence as Sequence_
 from types import TracebackType
 from typing import Final, Self
 
@@ -29,8 +30,9 @@ from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
 from kvstate.index import Node
 from kvstate.keys import ID_BYTES, Identity, token_bytes
-from kvstate.plan import Plan
-from kvstate.reuse import Leaving, runs_of, slots_of, source_of
+from kvstate.plan import Plan, Run
+from kvstate.reuse import Leaving, source_of
+from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage, Sharing, Span
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
@@ -202,7 +204,7 @@ class Manager(Stepping):
             kind = {"onboards": True} if hits else {"inward": True}
             copied = hits[0 if sharing is None else sharing.blocks :]
             transfer = Transfer(plan.token, seq, range_, plan.room, copied, **kind)
-            sources = {source_of(node): None for node in copied if node.slot is None}
+            sources = {source_of(node): None for node in copied}
             transfer.sources = [source for source in sources if source is not None]
             transfer.pieces = plan.pieces
             self._issue(plan, transfer)
@@ -241,7 +243,8 @@ class Manager(Stepping):
         hits = [] if seq.slots else self._hits(seq)
         sharing = self.spans.sharing(hits)
         copied = hits if sharing is None else hits[sharing.blocks :]
-        slots = runs_of(self.host.cells, [node.slot for node in copied if node.slot is not None])
+        served = [node.slot for node in copied if source_of(node) is None]
+        slots = runs_of(self.host.cells, [slot for slot in served if slot is not None])
         tokens = seq.held_tokens or len(hits) * self.config.tokens_per_block
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
         needed = max(1, frames - (0 if sharing is None else sharing.frames))
@@ -275,10 +278,10 @@ class Manager(Stepping):
         size, places = self.geometry.block_bytes, []
         for node in hits:
             source = source_of(node)
-            if node.slot is not None:
-                places.append(self.host.address + node.slot * size)
-            elif source is not None:
+            if source is not None:
                 places.append(source.base + node.ordinal * size)
+            elif node.slot is not None:
+                places.append(self.host.address + node.slot * size)
         addresses = [range_.base + node.ordinal * size for node in hits]
         return runs.joined(addresses, places, size)
 
@@ -351,7 +354,7 @@ class Manager(Stepping):
         self._enter()
         if seq.loading:
             self.flight.quiesce()
-        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
+        plan, passage, slots = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
         if not plan.room:
             self._fence(seq, after)
         self.actor.run(plan)
@@ -364,7 +367,8 @@ class Manager(Stepping):
         if passage is not None:
             self._become_private(seq, passage.span)
         runs.hand_over(seq, plan.operands)
-        seq.slots, seq.held_tokens = plan.room, seq.scheduled_tokens
+        self.reuse.taken(seq)
+        seq.slots, seq.held_tokens = slots, seq.scheduled_tokens
         self.counters["suspends"] += 1
 
     def _left_behind(self, seq: Sequence, passage: Passage | None) -> None:
@@ -383,24 +387,47 @@ class Manager(Stepping):
 
     def _plan_suspend(
         self, chosen: ObjectRow, seq: Sequence, after: Event
-    ) -> tuple[Plan, Passage | None]:
+    ) -> tuple[Plan, Passage | None, Sequence_[Run]]:
         assert seq.range is not None
         tokens = seq.written_tokens
         blocks = self.geometry.blocks(tokens)
-        room = self.host.room(blocks)
+        passage = self.spans.passage(seq, closing=False)
+        there = self.reuse.mirrors_of(seq, passage)
+        room = self.host.room(blocks - len(there))
         if room is None:
             host = self.host
             coming = host.coming + host.stale
-            raise HostExhausted(str(seq), blocks, host.free, coming, host.capacity)
+            spare = seq.nodes[max(there)] if there else None
+            raise HostExhausted(
+                str(seq), blocks, host.free, coming, host.capacity, len(there), spare
+            )
         plan = self.flight.plan()
         plan.base, plan.room, plan.stream, plan.event = seq.range.base, room, seq.stream, after
         plan.size_bytes = tokens * self.geometry.row_bytes
         operands = runs.freeing(seq, self.geometry, blocks)
-        passage = self.spans.passage(seq, closing=False)
         plan.operands = operands = operands | self.spans.passing(passage)
-        operands["room"] = room
+        operands["room"], slots = room, room
+        if there:
+            operands["taken"] = runs_of(self.host.cells, there.values())
+            slots = self._besides(plan, there, blocks)
         plan.move(_SUSPEND, seq, chosen)
-        return plan, passage
+        return plan, passage, slots
+
+    def _besides(self, plan: Plan, there: dict[int, int], blocks: int) -> list[Run]:
+        """Copy only those pages that the host has not; the slots of all, in order."""
+        size, fresh = self.geometry.block_bytes, slots_of(plan.room)
+        slots = [there[at] if at in there else next(fresh) for at in range(blocks)]
+        bare = [at for at in range(blocks) if at not in there]
+        plan.pieces = pieces = runs.joined(
+            [plan.base + at * size for at in bare],
+            [self.host.address + slots[at] * size for at in bare],
+            size,
+        )
+        if bare and bare[-1] == blocks - 1:
+            page, place, length = pieces[-1]
+            pieces[-1] = page, place, length - (blocks * size - plan.size_bytes)
+        plan.size_bytes = sum(length for _, _, length in pieces)
+        return runs_of(self.host.cells, slots)
 
     def drop(self, seq: Sequence, after: Event = None) -> None:
         """Give up the bytes, on the GPU or on the host, and keep the sequence: it can be refilled.
@@ -431,23 +458,25 @@ class Manager(Stepping):
         self._legal(event, seq)
         passage = self.spans.passage(seq, closing=event is _CLOSE)
         leaving = self.reuse.leaving(seq, 0, passage)
-        keep = keep and bool(leaving.lost) and seq.transfer is None
+        passed = [] if passage is None else passage.span.nodes + passage.nodes
+        keep = keep and seq.transfer is None
         if keep and seq.range is not None:
-            self.reuse.make_room(len(leaving.lost))
+            self.reuse.make_room(sum(node.slot is None for node in passed + leaving.lost))
             leaving = self.reuse.leaving(seq, 0, passage)
         leaves = leaves | self.spans.passing(passage)
-        plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=keep)
+        plan, nodes, slots = self._plan_leave(event, seq, after, leaves, leaving, passed, keep=keep)
         self._fence(seq, after)
         try:
             self.actor.run(plan)
         except DeviceError:
             if plan.room:
                 log.warning("%s: what it committed could not be kept", seq)
-                plan, slots = self._plan_leave(event, seq, after, leaves, leaving, keep=False)
+                plan, nodes, slots = self._plan_leave(
+                    event, seq, after, leaves, leaving, passed, keep=False
+                )
                 self.actor.run(plan)
             else:
                 raise
-        nodes = leaving.lost[: len(slots)]
         if plan.token is not None:
             assert seq.range is not None
             self._issue(plan, Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True))
@@ -456,37 +485,45 @@ class Manager(Stepping):
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
         self.reuse.keep(nodes, slots, plan.token)
-        self.reuse.left(leaving, len(slots))
+        self.reuse.left(leaving)
 
     def _plan_leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands,
-        leaving: Leaving, *, keep: bool,
-    ) -> tuple[Plan, list[int]]:  # fmt: skip
-        """The plan, and the host slots that the first of the lost blocks stay in."""
-        plan, slots = self.flight.plan(), list[int]()
+        leaving: Leaving, passed: list[Node], *, keep: bool,
+    ) -> tuple[Plan, list[Node], list[int]]:  # fmt: skip
+        """The plan, and the blocks that get host slots."""
+        plan, nodes, slots = self.flight.plan(), list[Node](), list[int]()
         plan.operands = operands = leaves | runs.hosted(seq) | leaving.operands
         if keep and seq.range is not None:
-            slots = self._plan_keep(plan, operands, seq, leaving.lost)
+            nodes, slots = self._plan_keep(plan, operands, seq, passed, leaving.lost)
             plan.stream, plan.event = seq.stream, after
-        elif keep:
-            slots = self._plan_bequest(operands, seq, leaving.lost)
+        elif keep and leaving.lost:
+            nodes, slots = leaving.lost, self._plan_bequest(operands, seq, leaving.lost)
         plan.move(event, seq)
-        return plan, slots
+        return plan, nodes, slots
 
     def _plan_keep(
-        self, plan: Plan, operands: runs.Operands, seq: Sequence, lost: list[Node]
-    ) -> list[int]:
-        """Copy lost pages to the host, as far as there is room or can be made."""
+        self, plan: Plan, operands: runs.Operands, seq: Sequence, passed: list[Node],
+        lost: list[Node],
+    ) -> tuple[list[Node], list[int]]:  # fmt: skip
+        """Copy what it leaves to others, and then what nobody has, to the host, as far as there is
+        room and it is not there yet."""
         assert seq.range is not None
-        count, block_bytes = min(len(lost), self.host.free), self.geometry.block_bytes
-        plan.room = room = self.host.room(count) or []
-        slots = list(slots_of(room))
-        pages = [seq.range.base + node.ordinal * block_bytes for node in lost[:count]]
+        mirrored = [node for node in passed if node.slot is None]
+        nodes = mirrored + [node for node in lost if node.slot is None]
+        nodes, block_bytes = nodes[: self.host.free], self.geometry.block_bytes
+        plan.room = self.host.room(len(nodes)) or []
+        slots, most = list(slots_of(plan.room)), len(mirrored)
+        pages = [seq.range.base + node.ordinal * block_bytes for node in nodes]
         places = [self.host.address + slot * block_bytes for slot in slots]
-        plan.size_bytes = count * block_bytes
+        plan.size_bytes = len(nodes) * block_bytes
         plan.pieces = runs.joined(pages, places, block_bytes)
-        operands |= {"kept_room": room, "stale": runs_of(self.host.pages, slots)}
-        return slots
+        operands |= {
+            "mirrored": runs_of(self.host.cells, slots[:most]),
+            "kept_room": runs_of(self.host.cells, slots[most:]),
+            "stale": runs_of(self.host.pages, slots[most:]),
+        }
+        return nodes, slots
 
     def _plan_bequest(self, operands: runs.Operands, seq: Sequence, lost: list[Node]) -> list[int]:
         """Leave the host copies of lost pages where they are."""
@@ -516,6 +553,7 @@ class Manager(Stepping):
     def poll(self) -> list[Completion]:
         """Deliver the copies that have ended, without waiting; what was delivered."""
         self._enter()
+        self.reuse.mirror(self.geometry.block_bytes)
         return self.flight.poll()
 
     def trim(self, keep_frames: int = 0) -> None:

@@ -13,7 +13,7 @@ without waiting, and a kernel that reads *nearby* addresses may fault (report S0
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 from kvstate.act import Actor
@@ -21,10 +21,12 @@ from kvstate.arena import Arena, Range
 from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
+from kvstate.reuse import Reuse
 from kvstate.spans import Span, Spans
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.range import PARKED, RESERVED
+from kvstate.spec.span import REGISTERED
 from kvstate.tiers import FrameBudget
 
 log = logging.getLogger("kvstate")
@@ -33,8 +35,8 @@ _CREATE: Final = MACHINES.cell("frame.create")
 _RELEASE: Final = MACHINES.cell("frame.release")
 _CONDEMN: Final = MACHINES.cell("frame.condemn")
 _SPARE: Final = MACHINES.cell("frame.spare")
-_WIPE: Final = MACHINES.cell("frame.wipe")
 _SPILL: Final = MACHINES.object("range.spill")
+_EMPTY_SPAN: Final = MACHINES.object("span.empty")
 _SPILL_SPAN: Final = MACHINES.object("span.spill")
 _VACATE: Final = MACHINES.object("range.vacate")
 
@@ -44,16 +46,14 @@ class Ladder:
 
     def __init__(
         self, gpu: FrameBudget, arena: Arena, actor: Actor, flight: Flight, spans: Spans,
-        config: GpuTier,
+        reuse: Reuse, config: GpuTier,
     ) -> None:  # fmt: skip
         self.ahead_frames = config.map_ahead_frames
         """The margin that each growing range may get, while the budget has room."""
         self.least_frames = config.reclaim_frames
         """What one reclaim unmaps at the least."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
-        self.spans = spans
-        self.lost: Callable[[Span], object] = lambda _: None
-        """Is told of each span that was spilled."""
+        self.spans, self.reuse = spans, reuse
 
     def supply(self, short: OutOfFrames) -> None:
         """Bring into the pool what the call needs besides its own parked frames.
@@ -127,16 +127,13 @@ class Ladder:
         own = [(range_, 0, len(range_.frames.ids)) for range_ in ranges if range_.frames.ids]
         if own:
             self._unmap(own)
+        if span.state == REGISTERED.code:
+            self._empty(span)
         count = len(span.frames.ids)
-        wipe = self.flight.plan()
-        wipe.fire(_WIPE, span.frames, 0, count)
-        self.actor.run(wipe)
-        wipe.settle()
         plan = self.flight.plan()
         plan.operands = {
             "shared": [(r.aliases, 0, len(r.aliases.states)) for r in ranges if r.span is not None],
             "passed": [(span.frames, 0, count, self.gpu.pool)],
-            "pinned": [(span.pages, 0, len(span.pages.states))],
             "parked_pages": [(r.pages, 0, len(r.pages.states)) for r in ranges],
         }
         plan.move(_SPILL_SPAN, span)
@@ -150,7 +147,19 @@ class Ladder:
             self._vacate(range_)
         self.flight.counters["spilled_frames"] += count
         self.flight.counters["spilled_spans"] += 1
-        self.lost(span)
+
+    def _empty(self, span: Span) -> None:
+        """Give up the bytes of a span."""
+        plan = self.flight.plan()
+        plan.operands = self.reuse.orphans(span.nodes) | {
+            "pinned": [(span.pages, 0, len(span.pages.states))],
+            "wiped": [(span.frames, 0, len(span.frames.ids))],
+        }
+        plan.move(_EMPTY_SPAN, span)
+        self.actor.run(plan)
+        plan.settle()
+        self.reuse.spilled(span)
+        self.spans.emptied(span)
 
     def unalias(self, home: Range | None) -> None:
         """Unmap what parked ranges alias of the span of a running sequence."""

@@ -16,6 +16,7 @@ O(sequences).
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
@@ -24,21 +25,27 @@ from attrs import frozen
 
 from kvstate.act import Actor
 from kvstate.arena import Range
+from kvstate.errors import DeviceError
 from kvstate.flight import Flight
 from kvstate.index import Holder, Index, Node
 from kvstate.keys import Identity
-from kvstate.plan import Cells, Plan, Run
-from kvstate.runs import Operands
+from kvstate.plan import Plan, Run
+from kvstate.runs import Operands, joined, runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage, Span
 from kvstate.spec.compiled import MACHINES
-from kvstate.spec.host import STALE, STALE_HELD
-from kvstate.spec.page import COMMITTED, LOADING_STALE
+from kvstate.spec.host import MIRROR, MIRRORING, STALE, STALE_HELD
+from kvstate.spec.page import COMMITTED, LOADING_STALE, PRIVATE
 from kvstate.tiers import HostSlots
+
+log = logging.getLogger("kvstate")
 
 _EVICT_SLOT: Final = MACHINES.cell("host.evict")
 _PROMOTE: Final = MACHINES.cell("page.promote")
 _EVICT_PAGE: Final = MACHINES.cell("page.evict")
+_REGAIN_SLOT: Final = MACHINES.cell("host.regain")
+_REGAIN_PAGE: Final = MACHINES.cell("page.regain")
+_MIRROR: Final = MACHINES.cell("host.mirror")
 _SERVED: Final = frozenset((STALE.code, STALE_HELD.code))
 
 
@@ -64,8 +71,8 @@ class Leaving:
     inherited: list[tuple[Node, Sequence]]
     """Blocks of which somebody else has the canonical page now."""
     lost: list[Node]
-    """Canonical pages of blocks that nobody else has, the first of them first. Between them may be
-    blocks that are on the host already."""
+    """Canonical pages of blocks that nobody else has on the GPU, the first of them first. Some may
+    have a copy on the host already."""
     operands: Operands
 
 
@@ -73,11 +80,17 @@ class Reuse:
     """The index of one manager, and the pages on the host that it keeps."""
 
     def __init__(
-        self, index: Index, host: HostSlots, actor: Actor, flight: Flight, *, enabled: bool
+        self, index: Index, host: HostSlots, actor: Actor, flight: Flight, mode: str
     ) -> None:
         self.index, self.host, self.actor, self.flight = index, host, actor, flight
-        self.enabled = self.keeping = enabled
+        self.enabled = self.keeping = mode != "off"
         """Whether there is an index, and whether what a closing sequence leaves is kept."""
+        self.mirrors = mode == "on_commit"
+        """Whether committed pages are copied out at once."""
+        self._bare: list[tuple[Node, Sequence]] = []
+        """Blocks that were committed since the last copies."""
+        self._seen: list[tuple[Node, Sequence]] = []
+        """Blocks on the host that somebody has committed since, not yet promoted."""
         self.lines: dict[Node, dict[int, Sequence]] = {}
         """Who else has a page with the same tokens as a block, the first in line first."""
         self.counters: Counter[str] = flight.counters
@@ -133,12 +146,19 @@ class Reuse:
         if not self.enabled:
             return
         nodes = seq.nodes
+        for node in nodes[naming.alive :]:
+            self._step_out(node, seq)
         del nodes[naming.alive :]
         for node in naming.found:
             self._line_up(node, seq)
+            if node.owner is None:
+                self._seen.append((node, seq))
         nodes += naming.found
         if naming.keys:
-            nodes += self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
+            fresh = self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
+            nodes += fresh
+            if self.mirrors:
+                self._bare += [(node, seq) for node in fresh]
 
     # Leaving.
 
@@ -150,7 +170,23 @@ class Reuse:
             own = own[len(passage.span.nodes) + len(passage.nodes) :]
         inherited = self._inherited(own)
         lost = own[len(inherited) :]
-        return Leaving(seq, low, inherited, lost, {"heirs": list(_pages(inherited))})
+        operands = self._orphans(lost) | {"heirs": list(_pages(inherited))}
+        return Leaving(seq, low, inherited, lost, operands)
+
+    def orphans(self, nodes: list[Node]) -> Operands:
+        """What it means that a span does not have these blocks any more."""
+        return self._orphans(nodes[len(self._inherited(nodes)) :])
+
+    def _orphans(self, lost: list[Node]) -> Operands:
+        slots = [node.slot for node in lost if node.slot is not None]
+        if not slots:
+            return {}
+        states, pages = self.host.cells.states, self.host.pages
+        return {
+            "orphaned": runs_of(self.host.cells, slots),
+            "outlived": runs_of(pages, [s for s in slots if states[s] == MIRROR.code]),
+            "awaited": runs_of(pages, [s for s in slots if states[s] == MIRRORING.code]),
+        }
 
     def _inherited(self, nodes: Iterable[Node]) -> list[tuple[Node, Sequence]]:
         """Those blocks that somebody else has too, and who is the first in line for each."""
@@ -165,10 +201,10 @@ class Reuse:
         if line is not None and line.pop(seq.uid, None) is not None and not line:
             del self.lines[node]
 
-    def left(self, leaving: Leaving, kept: int = 0) -> None:
+    def left(self, leaving: Leaving) -> None:
         """The sequence has left: the index follows, and host slots that nobody can find are freed.
 
-        The first `kept` of the lost blocks have a host slot by now.
+        Lost blocks stay as far as each of them has a host slot by now.
         """
         seq = leaving.seq
         for node in seq.nodes[leaving.low :]:
@@ -176,11 +212,17 @@ class Reuse:
         for node, heir in leaving.inherited:
             self._step_out(node, heir)
             self.index.lose_owner(node, seq, heir)
-        for node in leaving.lost[:kept]:
-            self.index.lose_owner(node, seq)
         del seq.nodes[leaving.low :]
-        if kept < len(leaving.lost):
-            self.free(self._cut(leaving.lost[kept]))
+        self._drop_copies(leaving.inherited)
+        self._bereave(leaving.lost, seq)
+
+    def _bereave(self, lost: list[Node], owner: object) -> None:
+        """Blocks have no owner any more: they stay as far as the host has them."""
+        kept = next((at for at, node in enumerate(lost) if node.slot is None), len(lost))
+        for node in lost[:kept]:
+            self.index.lose_owner(node, owner)
+        if kept < len(lost):
+            self.free(self._cut(lost[kept]))
 
     def passed(self, seq: Sequence, span: Span) -> None:
         """A span that the sequence has left has the canonical pages now."""
@@ -202,19 +244,119 @@ class Reuse:
         for node, heir in inherited:
             self._step_out(node, heir)
             self.index.lose_owner(node, span, heir)
-        if len(inherited) < len(span.nodes):
-            self.free(self._cut(span.nodes[len(inherited)]))
+        self._drop_copies(inherited)
+        self._bereave(span.nodes[len(inherited) :], span)
 
     # Pages on the host that are nobody's.
 
     def keep(self, nodes: list[Node], slots: Iterable[int], token: int | None) -> None:
-        """Lost pages have host slots: at once, or when the copy of that number is done."""
+        """Pages have host slots: at once, or when the copy of that number is done."""
         for node, slot in zip(nodes, slots, strict=True):
             self.index.give_slot(node, slot)
             if token is not None:
                 self.index.hold(node, ("write", token))
         self.index.touch(nodes[-1:])
         self.counters["kept_blocks"] += len(nodes)
+
+    def mirror(self, block_bytes: int) -> None:
+        """Copy out what was committed since the last time, all of it in one go, as far as there is
+        room or can be made; a block only behind the one before it."""
+        bare, self._bare = self._bare, []
+        nodes: list[Node] = []
+        for node in dict.fromkeys(node for node, _ in bare):
+            above = node.parent
+            leads = above is None or above.slot is not None or (nodes and nodes[-1] is above)
+            if leads and node.slot is None and source_of(node) is not None:
+                nodes.append(node)
+        if not nodes:
+            return
+        self.make_room(len(nodes))
+        nodes = [node for node in nodes[: self.host.free] if source_of(node) is not None]
+        plan = self.flight.plan()
+        plan.room = self.host.room(len(nodes)) or []
+        slots, ranges = list(slots_of(plan.room)), [source_of(node) for node in nodes]
+        plan.pieces = joined(
+            [r.base + n.ordinal * block_bytes for n, r in zip(nodes, ranges, strict=True) if r],
+            [self.host.address + slot * block_bytes for slot in slots],
+            block_bytes,
+        )
+        for run in plan.room:
+            plan.fire(_MIRROR, *run)
+        found = [range_ for range_ in dict.fromkeys(ranges) if range_ is not None]
+        self._issue_mirrors(plan, bare[0][1], nodes, found)
+
+    def _issue_mirrors(
+        self, plan: Plan, seq: Sequence, nodes: list[Node], ranges: list[Range]
+    ) -> None:
+        try:
+            self.actor.run(plan)
+        except DeviceError as error:
+            log.warning("%d blocks could not be copied out: %s", len(nodes), error)
+            return
+        if plan.token is None:
+            return
+        transfer = Transfer(plan.token, seq, ranges[0], plan.room, nodes, keeps=True)
+        transfer.sources = ranges[1:]
+        self.counters["host_bytes_moved"] += sum(size for _, _, size in plan.pieces)
+        self.flight.issue(transfer)
+        plan.settle()
+        self.keep(nodes, slots_of(plan.room), plan.token)
+
+    def promote(self) -> None:
+        """Blocks that only the host has, and that somebody has just committed: if nobody reads them
+        there, the page on the GPU is canonical from now on. The host copy has another's bytes, and
+        is given up."""
+        seen, self._seen = self._seen, []
+        found = [*{node: (node, seq) for node, seq in seen[::-1] if self._idle(node, seq)}.values()]
+        if found:
+            self._promote(found)
+            self._drop_copies(found)
+            self.counters["promotions"] += len(found)
+
+    def _idle(self, node: Node, seq: Sequence) -> bool:
+        """Only the host has the block, nobody reads it there, and the sequence has a page of it."""
+        if node.owner is not None or node.slot is None:
+            return False
+        unread = self.host.cells.states[node.slot] == STALE.code
+        return unread and seq.pages.states[node.ordinal] == PRIVATE.code
+
+    def _promote(self, found: list[tuple[Node, Sequence]]) -> None:
+        """These sequences have the canonical pages of blocks that had none on the GPU."""
+        plan = self.flight.plan()
+        for run in _pages(found):
+            plan.fire(_PROMOTE, *run)
+        plan.settle()
+        for node, heir in found:
+            self._step_out(node, heir)
+            self.index.give_owner(node, heir)
+
+    def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
+        """Other pages are canonical than those that the host has copies of."""
+        slots = [node.slot for node, _ in found if node.slot is not None]
+        for node, _ in found:
+            if node.slot is not None:
+                self.index.lose_slot(node)
+        self.free(slots)
+        if self.mirrors:
+            self._bare += found
+
+    def _regain(self, transfer: Transfer) -> None:
+        """Hits have arrived. If only the host had them and nobody else reads them there, the new
+        pages are canonical, and the host has mirrors of them: the index learns that the GPU has
+        them (report S07)."""
+        slots = set(slots_of(transfer.slots))
+        nodes = [node for node in transfer.nodes if node.slot in slots]
+        found = [(node, transfer.seq) for node in nodes if self._idle(node, transfer.seq)]
+        if not found:
+            return
+        slots_found = [node.slot for node, _ in found if node.slot is not None]
+        plan = self.flight.plan()
+        for cells, low, high in runs_of(self.host.cells, slots_found):
+            plan.fire(_REGAIN_SLOT, cells, low, high)
+            plan.fire(_REGAIN_PAGE, self.host.pages, low, high)
+        plan.settle()
+        self._promote(found)
+        self.counters["promotions"] += len(found)
 
     def onboard(self, transfer: Transfer) -> None:
         """A copy of hits was issued: they stay until it has ended."""
@@ -245,6 +387,10 @@ class Reuse:
         inherited, lost = ([], []) if ok else self._failed(transfer)
         for node in transfer.nodes:
             self._let_go(node, ("write", transfer.token))
+        slots = set() if ok else set(slots_of(transfer.slots))
+        for node in transfer.nodes:
+            if node.owner is not None and node.slot in slots:
+                self.index.lose_slot(node)
         for node, heir in inherited:
             self._step_out(node, heir)
             self.index.give_owner(node, heir)
@@ -253,9 +399,33 @@ class Reuse:
             freed = set(slots_of(transfer.slots))
             self.free([slot for slot in self._cut(lost[0]) if slot not in freed])
 
+    def mirrors_of(self, seq: Sequence, passage: Passage | None) -> dict[int, int]:
+        """Host slots that have pages of the sequence already, by ordinal; not of those that it
+        leaves to others."""
+        end = 0 if passage is None else passage.end
+        states = self.host.cells.states
+        return {
+            node.ordinal: node.slot
+            for node in seq.nodes
+            if node.slot is not None and node.owner is seq and node.ordinal >= end
+            if states[node.slot] == MIRROR.code
+        }
+
+    def taken(self, seq: Sequence) -> None:
+        """A sequence is suspended, and host copies that were there are its own now; those that are
+        still on the way are not wanted any more."""
+        states, late = self.host.cells.states, list[int]()
+        for node in seq.nodes:
+            if node.owner is seq and node.slot is not None:
+                if states[node.slot] == MIRRORING.code:
+                    late.append(node.slot)
+                self.index.lose_slot(node)
+        self.free(late)
+
     def _failed(self, transfer: Transfer) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
-        """Of pages that were to be kept: what others have, and what nobody has."""
-        nodes = [node for node in transfer.nodes if node.findable]
+        """Of pages that were to be kept and have no owner: what others have, what nobody has."""
+        slots = set(slots_of(transfer.slots))
+        nodes = [node for node in transfer.nodes if node.owner is None and node.slot in slots]
         inherited = self._inherited(nodes)
         return inherited, nodes[len(inherited) :]
 
@@ -266,22 +436,35 @@ class Reuse:
             if not readers[slot]:
                 del readers[slot]
         self._let_go(transfer.nodes[-1], ("load", transfer.token))
+        if transfer.current:
+            self._regain(transfer)
 
     def _let_go(self, node: Node, holder: Holder) -> None:
         """End a hold, if the block was not cut meanwhile."""
         if holder in node.holders:
             self.index.release(node, holder)
 
-    def make_room(self, slots: int) -> None:
-        """Evict pages that are nobody's until that many slots are free, or none can go.
+    def make_room(self, slots: int, spare: Node | None = None) -> bool:
+        """Evict pages that are nobody's, or on the GPU too, until that many slots are free, or none
+        can go; whether that was enough.
 
-        The least recently used first, and never one that something is kept behind.
+        The least recently used first, and never one that something is kept behind; none up to
+        `spare`.
         """
+        if spare is not None:
+            self.index.hold(spare, ("room", 0))
+        self._make_room(slots)
+        if spare is not None:
+            self.index.release(spare, ("room", 0))
+        return slots <= self.host.free
+
+    def _make_room(self, slots: int) -> None:
         while slots > self.host.free:
             short = slots - self.host.free
             victims = self.index.victims(short) or self._outlived(short)
             if not victims:
                 return
+            self._inherit([node for node in victims if node.owner is None and node in self.lines])
             self.free([node.slot for node in victims if node.slot is not None])
             for node in victims:
                 self.index.lose_slot(node)
@@ -290,16 +473,13 @@ class Reuse:
         """Pages that are nobody's and that somebody has too, who gets the canonical one; the least
         recently used. Cost: O(blocks that several have)."""
         nodes = [n for n in self.lines if n.slot is not None and n.owner is None and not n.pins]
-        nodes = sorted(nodes, key=lambda node: (node.used, node.serial))[:most]
+        return sorted(nodes, key=lambda node: (node.used, node.serial))[:most]
+
+    def _inherit(self, nodes: list[Node]) -> None:
+        """Blocks lose their host copies, and somebody has pages of them: theirs are canonical."""
         inherited = self._inherited(nodes)
-        plan = self.flight.plan()
-        for run in _pages(inherited):
-            plan.fire(_PROMOTE, *run)
-        plan.settle()
-        for node, heir in inherited:
-            self._step_out(node, heir)
-            self.index.give_owner(node, heir)
-        return nodes
+        if inherited:
+            self._promote(inherited)
 
     def free(self, slots: list[int]) -> None:
         """Free slots of pages that cannot be found any more; those that a copy names, later."""
@@ -313,7 +493,9 @@ class Reuse:
     def _evict(self, plan: Plan, slots: list[int]) -> None:
         for cells, low, high in runs_of(self.host.cells, slots):
             plan.fire(_EVICT_SLOT, cells, low, high)
-            plan.fire(_EVICT_PAGE, self.host.pages, low, high)
+        records = [slot for slot in slots if self.host.pages.states[slot]]
+        for cells, low, high in runs_of(self.host.pages, records):
+            plan.fire(_EVICT_PAGE, cells, low, high)
 
     def _cut(self, node: Node) -> list[int]:
         """Take a block and all below it out of the index; the slots that those below had.
@@ -348,23 +530,6 @@ def source_of(node: Node) -> Range | None:
         return None
     readable = owner.pages.states[node.ordinal] == COMMITTED.code
     return owner.range if readable else None
-
-
-def slots_of(runs: Iterable[Run]) -> Iterator[int]:
-    """Each slot of the runs."""
-    for _, low, high in runs:
-        yield from range(low, high)
-
-
-def runs_of(cells: Cells, ordinals: Iterable[int]) -> list[Run]:
-    """Runs of ordinals that follow each other, in the order given."""
-    found: list[Run] = []
-    for at in ordinals:
-        if found and found[-1][2] == at:
-            found[-1] = (cells, found[-1][1], at + 1)
-        else:
-            found.append((cells, at, at + 1))
-    return found
 
 
 def _pages(inherited: Iterable[tuple[Node, Sequence]]) -> Iterator[Run]:

@@ -6,12 +6,12 @@ Pure functions: they look and change nothing. What happens to the runs is said i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from kvstate.arena import Range
 from kvstate.config import Geometry
-from kvstate.plan import Cells, Frames, Plan
+from kvstate.plan import Cells, Frames, Plan, Run
 from kvstate.sequence import Sequence
 from kvstate.spec.page import VACANT
 from kvstate.spec.sequence import DROPPED
@@ -89,6 +89,23 @@ def hosted(seq: Sequence, opened: int = 0) -> Operands:
     if seq.state == DROPPED.code:
         return {"dropped": ((seq.pages, opened, seq.dropped_pages),)}
     return {}
+
+
+def slots_of(found: Iterable[Run]) -> Iterator[int]:
+    """Each slot of the runs."""
+    for _, low, high in found:
+        yield from range(low, high)
+
+
+def runs_of(cells: Cells, ordinals: Iterable[int]) -> list[Run]:
+    """Runs of ordinals that follow each other, in the order given."""
+    found: list[Run] = []
+    for at in ordinals:
+        if found and found[-1][2] == at:
+            found[-1] = (cells, found[-1][1], at + 1)
+        else:
+            found.append((cells, at, at + 1))
+    return found
 
 
 def joined(pages: Iterable[int], places: Iterable[int], size: int) -> list[tuple[int, int, int]]:

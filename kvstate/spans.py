@@ -25,7 +25,7 @@ from kvstate.runs import Operands
 from kvstate.sequence import Columns, Sequence
 from kvstate.spec.page import COMMITTED
 from kvstate.spec.sequence import ACTIVE
-from kvstate.spec.span import LIVE
+from kvstate.spec.span import LIVE, REGISTERED
 
 
 class Span:
@@ -107,6 +107,8 @@ class Passage(NamedTuple):
     nodes: list[Node]
     frames: int
     """Its own frames then."""
+    end: int
+    """Its blocks then, counted from the beginning of the prefix."""
 
 
 class Spans:
@@ -207,7 +209,8 @@ class Spans:
         nodes = self._rest(seq, span) if closing and self.mode == "all" else []
         if range_.home_of is None and not nodes:
             return None
-        return Passage(span, nodes, span.own_frames + self._frames(len(nodes)))
+        end = self._blocks(span.end) + len(nodes)
+        return Passage(span, nodes, span.own_frames + self._frames(len(nodes)), end)
 
     def _rest(self, seq: Sequence, span: Span) -> list[Node]:
         """The blocks of its prompt behind the span that could be in it, in whole units."""
@@ -258,7 +261,8 @@ class Spans:
         """The latest used, as far as they fit in the share. One sequence alone may have it all."""
         alone = self.columns.states.count(ACTIVE.code) <= 1
         left = 0 if alone else self.protected_frames
-        for span in sorted(self.registered.values(), key=lambda s: (-s.used, s.first_frame)):
+        full = [span for span in self.registered.values() if span.state == REGISTERED.code]
+        for span in sorted(full, key=lambda s: (-s.used, s.first_frame)):
             left -= span.own_frames
             if left < 0:
                 return
@@ -291,6 +295,12 @@ class Spans:
             del range_.span.holders[range_.number]
             range_.span = None
         range_.aliases.states.clear()
+
+    def emptied(self, span: Span) -> None:
+        """The bytes of a span are given up: it goes first."""
+        span.nodes.clear()
+        span.pages.states.clear()
+        span.used = 0
 
     def spilled(self, span: Span) -> None:
         """A span is given up, and so is its home."""

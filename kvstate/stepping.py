@@ -45,6 +45,8 @@ class Stepping(Core):
         Python only for sequences that cross a frame.
         """
         self._enter()
+        if self.reuse.mirrors:
+            self.reuse.mirror(self.geometry.block_bytes)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
@@ -169,6 +171,7 @@ class Stepping(Core):
         plan = self.flight.plan()
         self._name(plan, seq, [ids[at : at + block].tobytes() for at in range(0, whole, block)])
         self.flight.settle(plan)
+        self.reuse.promote()
         open_block[: len(ids) - whole] = ids[whole:]
         self.columns.known[seq.row] += len(ids) - known % block
 
@@ -206,6 +209,7 @@ class Stepping(Core):
             seq = batch.seqs[at]
             self._name(plan, seq, [columns.open_block[seq.row].tobytes()])
         self.flight.settle(plan)
+        self.reuse.promote()
 
     def _check_commit(self, batch: Batch) -> None:
         """Find every member ready to commit; that holds until a state changes."""

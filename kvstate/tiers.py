@@ -10,7 +10,19 @@ import numpy as np
 
 from kvstate.plan import Cells, Frames, Run
 from kvstate.spec.frame import ABSENT, COMING, FRAME, LIVE_SPAN, MAPPED, PARKED, POOLED, SPAN
-from kvstate.spec.host import DRAINING, FILLING, FREE, HELD_READ, HOST, STALE, STALE_HELD
+from kvstate.spec.host import (
+    DRAINING,
+    FILLING,
+    FREE,
+    HELD_READ,
+    HOST,
+    MIRROR,
+    MIRRORING,
+    STALE,
+    STALE_HELD,
+)
+
+_COMING = (DRAINING, HELD_READ, FILLING, STALE_HELD, MIRRORING)
 
 
 class FrameBudget:
@@ -89,12 +101,12 @@ class HostSlots:
     @property
     def coming(self) -> int:
         """Slots that become free when copies end."""
-        return sum(self.counts[state.code] for state in (DRAINING, HELD_READ, FILLING, STALE_HELD))
+        return sum(self.counts[state.code] for state in _COMING)
 
     @property
     def stale(self) -> int:
-        """Slots whose pages are nobody's: they can be had for the asking."""
-        return self.counts[STALE.code]
+        """Slots whose pages are nobody's, or are on the GPU too: they can be had for the asking."""
+        return self.counts[STALE.code] + self.counts[MIRROR.code]
 
     def room(self, count: int) -> list[Run] | None:
         """Free slots for that many pages, in as few runs as can be; None if there are too few.

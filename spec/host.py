@@ -4,8 +4,8 @@ A slot that a copy names is never free: COMING is written by one, HELD_READ is r
 DRAINING was abandoned by its owner while one of these was in flight and is free when that copy
 ends, however it ends. Only a page's suspended sequence needs the bytes of a HELD slot, so never
 a HELD one may be evicted: when the tier is full of them, suspending fails and the sequence stays as
-it was (report B119). What may be evicted is STALE, and nothing else: pages that outlived their
-owners, which a newcomer with the same prefix may use.
+it was (report B119). What may be evicted is STALE, pages that outlived their owners and which a
+newcomer with the same prefix may use; and MIRROR, copies of pages that the GPU has too.
 """
 
 from typing import Final
@@ -37,19 +37,29 @@ STALE_HELD: Final = State(
     7, "STALE_HELD", "stale, and copies to the GPU read it", payer="index", place="host"
 )
 
+MIRRORING: Final = State(
+    8, "MIRRORING", "the destination of a page that stays on the GPU", payer="index", place="host"
+)
+MIRROR: Final = State(
+    9, "MIRROR", "a copy of a page that the GPU has too", payer="index", place="host"
+)
+
 HOST: Final = Table(
     "host",
     "who pays for room for one page in host memory",
     runs=True,
     owner="the host tier",
-    states=(FREE, COMING, HELD, HELD_READ, DRAINING, FILLING, STALE, STALE_HELD),
+    states=(
+        FREE, COMING, HELD, HELD_READ, DRAINING, FILLING, STALE, STALE_HELD, MIRRORING, MIRROR,
+    ),
     rows=(
         Row("reserve", FREE, COMING, "a suspend takes its room before it touches anything"),
         Row("arrive", COMING, HELD, "the bytes are here"),
         Row("arrive", FILLING, STALE, "the bytes are here, for whoever has the same prefix"),
+        Row("arrive", MIRRORING, MIRROR, "the bytes are here, and on the GPU"),
         Row("arrive", DRAINING, FREE, "nobody wants them any more",
             action="scrub", failure=_SCRUB_FAILS),
-        *rows("lose", (COMING, FREE), (DRAINING, FREE), (FILLING, FREE),
+        *rows("lose", (COMING, FREE), (DRAINING, FREE), (FILLING, FREE), (MIRRORING, FREE),
               why="the copy from the GPU failed",
               action="scrub", failure=_SCRUB_FAILS),
         Row("read", HELD, HELD_READ, "its sequence resumes: a copy to the GPU reads it"),
@@ -72,7 +82,17 @@ HOST: Final = Table(
             action="scrub", failure=_SCRUB_FAILS),
         Row("evict", STALE, FREE, "room is wanted, or the prefix before it is gone",
             action="scrub", failure=_SCRUB_FAILS),
-        *rows("evict", (FILLING, DRAINING), (STALE_HELD, DRAINING),
-              why="the prefix before it is gone while a copy names the slot"),
+        Row("evict", MIRROR, FREE, "room is wanted, and the GPU has the page",
+            action="scrub", failure=_SCRUB_FAILS),
+        *rows("evict", (FILLING, DRAINING), (STALE_HELD, DRAINING), (MIRRORING, DRAINING),
+              why="it is not wanted any more while a copy names the slot"),
+        # Pages that the GPU has too.
+        Row("mirror", FREE, MIRRORING, "a committed page is copied out before it has to be",
+            action="copy_out",
+            failure="nothing was issued, it has no copy; if the copy itself fails: lose"),
+        *rows("orphan", (MIRRORING, FILLING), (MIRROR, STALE),
+              why="the page on the GPU is gone: this is the canonical one"),
+        Row("regain", STALE, MIRROR, "a newcomer's page is canonical now"),
+        Row("take", MIRROR, HELD, "its sequence is suspended: it need not be copied"),
     ),
 )  # fmt: skip

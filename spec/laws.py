@@ -94,8 +94,10 @@ _NOBODYS: Final = {
     host.FILLING.code: page.LOADING_STALE.code,
     host.STALE.code: page.STALE.code,
     host.STALE_HELD.code: page.STALE.code,
+    host.MIRRORING.code: page.VACANT.code,
+    host.MIRROR.code: page.VACANT.code,
 }
-"""Slots of pages that are nobody's, and what is on record of these pages."""
+"""Slots that the index names, and what is on record of pages there: those that are nobody's."""
 
 
 @_law(1, "conservation", "always", "every frame and host slot is in exactly one place")
@@ -251,6 +253,10 @@ def _spans_are_whole(view: View) -> Iterator[str]:
                 yield f"a block of span {one.number} is not its owner's"
             if not lives and of_spans.pop(name or -1, None) != one.number:
                 yield f"a block of span {one.number} is not canonical there"
+        if one.state == span.EMPTY.code:
+            if one.blocks or one.pages:
+                yield f"span {one.number} is EMPTY and has {len(one.blocks)} blocks"
+            continue
         size = len(one.blocks) * view.block_bytes
         if size != (one.end - one.first_frame) * view.frame_bytes or one.end % unit:
             yield f"span {one.number} has {len(one.blocks)} blocks, frames up to {one.end}"
@@ -410,7 +416,10 @@ def progress(view: View, error: Any) -> Iterator[str]:
         if error.needed <= had:
             yield f"refused {error.needed} frames with {had} free, parked, coming or in spans"
     if place == "host" and hasattr(error, "needed"):
-        states = (host.FREE, host.DRAINING, host.STALE, host.STALE_HELD, host.FILLING)
+        states = (
+            host.FREE, host.DRAINING, host.STALE, host.STALE_HELD, host.FILLING, host.MIRROR,
+            host.MIRRORING,
+        )  # fmt: skip
         had = sum(view.host_counts[state.code] for state in states)
         if error.needed <= had:
             yield f"refused {error.needed} host slots with {had} free, draining or nobody's"
@@ -420,11 +429,12 @@ def progress(view: View, error: Any) -> Iterator[str]:
 
 def _spare_spans(view: View) -> int:
     """Frames of spans that no sequence maps, but for those of the latest that are protected."""
-    registered = [one for one in view.spans if one.state == span.REGISTERED.code]
+    registered = [one for one in view.spans if one.state != span.LIVE.code]
     sizes = {one.number: len(one.frame_ids) for one in registered}
     running = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
     left, kept = view.protected_frames if running > 1 else 0, set[int]()
-    for one in sorted(registered, key=lambda one: (-one.used, one.first_frame)):
+    full = [one for one in registered if one.state == span.REGISTERED.code]
+    for one in sorted(full, key=lambda one: (-one.used, one.first_frame)):
         left -= sizes[one.number]
         if left < 0:
             break
@@ -588,6 +598,9 @@ def _aliases_are_read_only(view: View) -> Iterator[str]:
         yield f"what is aliased and what is read-only differ at {differ}"
 
 
+_MIRRORS: Final = frozenset((host.MIRRORING.code, host.MIRROR.code))
+
+
 @_law(21, "tier order", "always", "whoever has a block has the block before it")
 def tier_order(view: View) -> Iterator[str]:
     """Owners and those in line for a block are that for its parent too: so nothing that somebody
@@ -597,9 +610,11 @@ def tier_order(view: View) -> Iterator[str]:
         if block.parent is not None and not users[block.name] <= users[block.parent]:
             missing = users[block.name] - users[block.parent]
             yield f"block {block.ordinal} is of {missing}, the one before it is not"
-        if (block.owner is None and block.span is None) == (block.slot is None):
-            where = "nowhere" if block.slot is None else "twice"
-            yield f"block {block.ordinal} has its canonical page {where}"
+        on_gpu = block.owner is not None or block.span is not None
+        mirrors = block.slot is not None and view.host_states[block.slot] in _MIRRORS
+        if (not on_gpu and block.slot is None) or on_gpu != (block.slot is None or mirrors):
+            slot = "no slot" if block.slot is None else _slot(view, block.slot)
+            yield f"block {block.ordinal} is on the GPU: {on_gpu}, on the host: {slot}"
 
 
 @_law(23, "isolation", "always", "nothing is found across tenants")

@@ -166,7 +166,9 @@ PAGE: Final = Table(
             after=("steps",),
             failure="nothing was issued, it is not kept; if the copy itself fails: evict",
         ),
-        Row("bequeath", VACANT, STALE, "its suspended owner closes and leaves its host copy"),
+        Row("bequeath", VACANT, STALE, "the page on the GPU is gone, the host copy is there"),
+        Row("orphan", VACANT, LOADING_STALE, "the page on the GPU is gone, its copy is on the way"),
+        Row("regain", STALE, VACANT, "a newcomer's page on the GPU is canonical now"),
         *rows(
             "evict",
             (LOADING_STALE, VACANT),

@@ -9,6 +9,9 @@ be given up when no range of a sequence maps it.
 A span begins where the aliases of its owner's range end. So turn after turn of one conversation is
 a chain of spans, each home mapping those before it.
 
+Giving it up takes two steps: its bytes may be overwritten before its frames can be unmapped, and if
+unmapping fails nobody must find it.
+
 Rejected: one span a frame. It needs no prefixes, but a 4,096-token prompt is then hundreds of
 objects to hold and to release.
 """
@@ -24,19 +27,21 @@ users: Final = count("users", "those of them that sequences have")
 LIVE: Final = State(0, "LIVE", "its owner runs and pays", initial=True, place="gpu")
 REGISTERED: Final = State(1, "REGISTERED", "its owner left; the registry pays", place="gpu")
 DEAD: Final = State(2, "DEAD", "nobody can map it any more", terminal=True)
+EMPTY: Final = State(3, "EMPTY", "its bytes are given up; its frames are still mapped", place="gpu")
 
 SPAN: Final = Table(
     "span",
     "the frames of a canonical prefix, for whoever has that prefix too",
     owner="the registry",
     variables=(aliases, users),
-    states=(LIVE, REGISTERED, DEAD),
+    states=(LIVE, REGISTERED, DEAD, EMPTY),
     rows=(
         Row("share", LIVE, LIVE, "another sequence maps its frames"),
         Row("share", REGISTERED, REGISTERED, "another sequence maps its frames"),
         Row("pass", LIVE, REGISTERED, "its owner leaves its range"),
         Row("end", LIVE, DEAD, "its owner writes into it again", guard=aliases == 0),
-        Row("spill", REGISTERED, DEAD, "its frames are wanted, and no sequence maps them",
+        Row("empty", REGISTERED, EMPTY, "its frames are wanted, and no sequence maps them",
             guard=users == 0),
+        Row("spill", EMPTY, DEAD, "its frames are unmapped everywhere", guard=users == 0),
     ),
 )  # fmt: skip

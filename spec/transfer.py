@@ -12,7 +12,7 @@ from kvstate.spec.table import Row, State, Table
 
 outward: Final = flag("outward", "copies the sequence's own pages to the host")
 inward: Final = flag("inward", "copies the sequence's own pages to the GPU")
-keeps: Final = flag("keeps", "copies pages that outlive their owner to the host")
+keeps: Final = flag("keeps", "copies canonical pages to the host, for whoever wants them later")
 onboards: Final = flag(
     "onboards", "copies pages to the GPU that somebody else has written, from wherever they are"
 )

@@ -41,6 +41,7 @@ def header(frame_bytes: int = 4096) -> trace.Header:
         max_tokens=8,
         max_sequences=2,
         spans="all",
+        write_through="on_commit",
         scrub=True,
     )
     return trace.Header(kvstate_trace=trace.VERSION, config=config, strict=False)

@@ -279,7 +279,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
     for number, broken, says in (
         (5, with_block(block, owner=99), "a sequence that is gone"),
         (5, with_block(block, owner=None), "is committed and not in the index"),
-        (21, with_block(block, slot=stale.slot), "canonical page twice"),
+        (21, with_block(block, slot=stale.slot), "on the GPU: True, on the host: STALE"),
         (5, evolve(seen, host_pages=bytes(len(seen.host_pages))), "its page 0"),
         (5, evolve(seen, index_faults=("it is upside down",)), "upside down"),
         (6, with_block(block, key=b"else"), "is another in the index"),
@@ -287,7 +287,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
         (7, evolve(seen, readers={}), "the books say"),
         (7, evolve(seen, transfers=(), readers={}), "read by None"),
         (21, with_block(block, owner=99), "the one before it is not"),
-        (21, with_block(stale, slot=None), "canonical page nowhere"),
+        (21, with_block(stale, slot=None), "on the GPU: False, on the host: no slot"),
         (23, with_block(block, tenant=b"c"), "of tenant b'c'"),
     ):
         assert says in law(number, broken), (number, says)

@@ -24,12 +24,12 @@ from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 FAILURES: Final = {
     trace.Resume: ("complete", "complete", "complete", "copy", "create", "map", "unmap", "quiesce"),
     trace.Suspend: ("complete", "complete", "copy", "record", "quiesce"),
-    trace.Step: ("create", "map", "unmap", "quiesce"),
+    trace.Step: ("complete", "copy", "create", "map", "unmap", "quiesce"),
     trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
     trace.Trim: ("unmap", "release", "quiesce"),
     trace.Drop: ("copy", "record", "fill"),
     trace.Close: ("complete", "complete", "copy", "record", "fill"),
-    trace.Poll: ("fill",),
+    trace.Poll: ("complete", "copy", "fill"),
 }
 """Device calls that may be told to fail during a call. A failed fill poisons the manager."""
 
@@ -70,7 +70,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         host=HostTier(slots * sizes.block_bytes) if slots else None,
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
-        write_through=random.choice(("on_free",) * 5 + ("off",)),
+        write_through=random.choice(("on_free", "on_free", "on_commit", "on_commit", "off")),
         spans=random.choice(("shared", "all", "all", "off")),
         adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,

@@ -360,14 +360,14 @@ FAULTS = (
     Fault(
         "a spilled span stays in the index",
         "kvstate/reclaim.py",
-        "        self.lost(span)\n",
+        "        self.reuse.spilled(span)\n",
         "",
         "B64",
     ),
     Fault(
         "the bytes of a spilled span are not overwritten",
-        "kvstate/reclaim.py",
-        "        wipe.fire(_WIPE, span.frames, 0, count)\n",
+        "spec/coupling.py",
+        '    Link("span.empty", "frame.wipe", "wiped", "their bytes are nobody\'s"),\n',
         "",
     ),
     Fault(
