@@ -20,6 +20,7 @@ lint: $(VENV)/.dev
 
 docs: $(VENV)/.core
 	$(BIN)/kvstate diagram --write docs/machines
+	PYTHONPATH=. $(BIN)/python -m tests.corpus
 
 bench: $(VENV)/.core
 	PYTHONPATH=. $(BIN)/python tests/bench/bookkeeping.py

@@ -1,0 +1,24 @@
+"""`python -m tests.corpus` writes the page of reports; with the number of a case it plays that one
+and prints what fails, as a list."""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+
+from tests.corpus.cases import CASES
+from tests.corpus.page import PAGE, page
+
+
+def main(arguments: list[str]) -> None:
+    if arguments:
+        logging.disable()
+        print(json.dumps(CASES[int(arguments[0])].kinds()))
+        return
+    PAGE.write_text(page())
+    print(f"wrote {PAGE}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

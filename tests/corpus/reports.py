@@ -1,0 +1,129 @@
+"""The public reports that have a case: where each is told, and what went wrong there, in short.
+
+`S` are faults met while an arena-backed manager was built in the open; the others name the issue or
+change that tells of them. The words are ours.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+from attrs import frozen
+
+
+@frozen
+class Report:
+    """One public report."""
+
+    source: str
+    """`owner/repository#number`."""
+    wrong: str
+
+
+ARENA: Final = "NVIDIA/TensorRT-LLM#16288, #19821, #20178"
+"""Where the faults of the arena are told; which of them where is not known."""
+
+REPORTS: Final = {
+    "S02": Report(ARENA, "freed memory sits behind a fence, and the pass that needs it gives up"),
+    "S03": Report(ARENA, "an unmap while kernels read close by ends in a device fault"),
+    "S04": Report(ARENA, "a suspend is half done when the host turns out to be full"),
+    "S05": Report(ARENA, "a write-out overtakes the step whose bytes it takes"),
+    "S06": Report(ARENA, "two requests of one batch say the same, and only one can be first"),
+    "S07": Report(ARENA, "hits come from the host for ever although the GPU has the bytes"),
+    "S08": Report(ARENA, "a question whether something can be had throws it away"),
+    "S09": Report(ARENA, "a reclaim ends at its first success and waits once for each range"),
+    "S11": Report(ARENA, "memory mapped in advance takes the place of another request"),
+    "S12": Report(ARENA, "the total was miscounted, one layout had more than the other"),
+    "S13": Report(ARENA, "what was found at admission is gone when the request starts"),
+    "S14": Report(ARENA, "each growth walks over all that is mapped already"),
+    "S15": Report(ARENA, "room set aside is moved away before it is taken again"),
+    "S16": Report(ARENA, "a page that is on the host for good is asked for on the GPU"),
+    "S20": Report(ARENA, "after a fatal error the clean-up gives away what a copy still reads"),
+    "S22": Report(ARENA, "a limit between two units cannot be asked for a second time"),
+    "S23": Report(ARENA, "layers of different shapes are computed as if they were alike"),
+    "S24": Report(ARENA, "a host tier that cannot be built is left out without a word"),
+    "B01": Report("vllm-project/vllm#42571", "freed memory is queued twice and given to two"),
+    "B04": Report("sgl-project/sglang-jax#994", "two paths release the end of one request"),
+    "B05": Report("LMCache/LMCache#993", "entries in use are evicted, then freed again"),
+    "B07": Report("sgl-project/sglang#35501", "a slot with two users is free when one goes"),
+    "B11": Report("sgl-project/mini-sglang#89", "pages are free while the next batch runs on them"),
+    "B13": Report("NVIDIA/TensorRT-LLM#18095", "eviction cuts blocks that a request builds on"),
+    "B14": Report("NVIDIA/TensorRT-LLM#17926", "a commit evicts the chain that it extends"),
+    "B16": Report("NVIDIA/TensorRT-LLM#16019", "a reused block remembers its earlier sequence"),
+    "B17": Report("sgl-project/sglang#24527", "an aborted request frees what a copy still fills"),
+    "B19": Report("vllm-project/vllm#32255", "abort and end of a load, in either order"),
+    "B20": Report("vllm-project/vllm#52360", "a page is overwritten before it was copied away"),
+    "B23": Report("sgl-project/sglang#28468", "host room is given away while a backup fills it"),
+    "B28": Report("NVIDIA/TensorRT-LLM#10111", "pins are taken off other blocks than had them"),
+    "B31": Report("kvcache-ai/Mooncake#3030", "a late end is taken for that of the next write"),
+    "B32": Report(
+        "sgl-project/sglang#9601", "the block before a copy's target is gone when it ends"
+    ),
+    "B34": Report("vllm-project/vllm#43226", "the end of a copy names a request that is gone"),
+    "B35": Report("vllm-project/vllm#25067", "an abort frees what is kept for a reader"),
+    "B37": Report("vllm-project/vllm#48102", "a request waits for copies that were forgotten"),
+    "B38": Report("vllm-project/vllm#49889", "more blocks are stored than were computed"),
+    "B40": Report("vllm-project/vllm#46283", "an end that nobody reports holds memory for ever"),
+    "B41": Report("vllm-project/vllm#41269", "a rejected request leaves something behind"),
+    "B43": Report("ai-dynamo/dynamo#3730", "a record is gone before the last end that needs it"),
+    "B44": Report("LMCache/LMCache#3884", "what was looked up and used is never let go"),
+    "B46": Report("LMCache/LMCache#3770", "a lock is released under a key without the salt"),
+    "B47": Report("vllm-project/vllm#44101", "locks of a look-up outlive a request that never ran"),
+    "B49": Report("LMCache/LMCache#1756", "storing counts one user too many"),
+    "B50": Report(
+        "sgl-project/sglang#16067", "a request that was not scheduled keeps what it took"
+    ),
+    "B52": Report("NVIDIA/TensorRT-LLM#15018", "late results of a removed request go astray"),
+    "B53": Report("sgl-project/sglang#26972", "room for drafts is not freed with the rest"),
+    "B55": Report("sgl-project/sglang#31616", "the end of a half-full page is left out"),
+    "B58": Report("vllm-project/vllm#29387", "a block is found in the step that computes it"),
+    "B59": Report("vllm-project/vllm#41838", "the same for full attention, seen in drafts"),
+    "B61": Report("sgl-project/sglang#35270", "a block is found under tokens that it has no more"),
+    "B62": Report("sgl-project/sglang#28374", "what an aborted request wrote is found later"),
+    "B64": Report("vllm-project/vllm#4764", "an evicted block is still found"),
+    "B65": Report("vllm-project/vllm#18957", "a hit of a failed attempt is used by the next"),
+    "B67": Report("vllm-project/vllm-omni#6442", "the bytes are given up, the entries stay"),
+    "B68": Report("vllm-project/vllm#57727", "a reset forgets one tier of two"),
+    "B70": Report("NVIDIA/TensorRT-LLM#8830", "making room takes the very block that matched"),
+    "B71": Report("vllm-project/vllm#44701", "an adapter's name and a salt look the same"),
+    "B73": Report("vllm-project/vllm#12603", "an image before a block is not part of its name"),
+    "B74": Report("LMCache/LMCache#4086", "two images have one short identity"),
+    "B76": Report("sgl-project/sglang#31901", "numbers of host pages are used for other pages"),
+    "B79": Report("vllm-project/vllm#39702", "a hit is evicted before it is loaded"),
+    "B80": Report("LMCache/LMCache#4133", "fewer tokens come than were promised"),
+    "B82": Report("vllm-project/vllm#6849", "the same memory counts as free and as not needed"),
+    "B107": Report("NVIDIA/TensorRT-LLM#12306", "suspending is relied on with nowhere to go"),
+    "B112": Report("vllm-project/vllm#16370", "drafts are written where nothing was allocated"),
+    "B113": Report("lablup/mlxcel#994", "a rejected draft takes back a wrong number of tokens"),
+    "B115": Report("vllm-project/vllm#49250", "who shares a failed load reads it all the same"),
+    "B116": Report("xLLM-AI/xllm#1984", "a reset request still has sources of its earlier life"),
+    "B119": Report("NVIDIA/TensorRT-LLM#15931", "host full in a suspend: a step sees half of it"),
+    "B121": Report("ovg-project/kvcached#412", "some of a batch of maps fail and stay half done"),
+    "B122": Report("ovg-project/kvcached#406", "a shrink is refused for what it would give back"),
+    "B124": Report("vllm-project/vllm#34602", "what was mapped before memory ran out stays"),
+    "B127": Report("sgl-project/sglang#27108", "a backup that failed counts as there"),
+    "B128": Report("ggml-org/llama.cpp#27068", "a failed restore leaves its data behind"),
+    "B130": Report(
+        "inference-sim/inference-sim#1061", "a failed growth takes what was there before"
+    ),
+    "B131": Report("ovg-project/kvcached#452", "blocks over the edge of a page are miscounted"),
+    "B133": Report("ovg-project/kvcached#319", "memory kept in reserve only ever grows"),
+    "B134": Report("sgl-project/sglang#32016", "the whole need is evicted, not what is missing"),
+    "B136": Report("vllm-project/vllm#45388", "two half-loaded requests keep each other waiting"),
+    "B137": Report("vllm-project/vllm#57104", "one block is missing, and nobody gives way"),
+    "B139": Report(
+        "vllm-project/vllm#49674", "victims are preempted, and their memory is not seen"
+    ),
+    "B140": Report("vllm-project/vllm#39734", "a request that can never fit is waited for"),
+    "B143": Report("sgl-project/sglang#23537", "a leaf of the host is judged by the GPU"),
+    "B145": Report("sgl-project/sglang#36350", "one request's release undoes another's lock"),
+    "B146": Report("NVIDIA/TensorRT-LLM#3735", "a block is reused before the one behind it"),
+    "B148": Report("vllm-project/vllm#47324", "a load and a step touch the same bytes, unordered"),
+    "B149": Report("NVIDIA/TensorRT-LLM#9056", "a page is copied on before it has arrived"),
+    "B154": Report("ovg-project/kvcached#372", "a map that failed is reported as done"),
+    "B155": Report("vllm-project/vllm#50754", "a transfer that failed never counts as ended"),
+    "B158": Report("llm-d/llm-d-kv-cache#593", "who follows the events misses a reset or a parent"),
+    "B161": Report("ovg-project/kvcached#465", "memory is remapped under running kernels"),
+    "B166": Report("sgl-project/sglang#38941", "two frees meet inside one page"),
+    "B167": Report("LMCache/LMCache#5248", "only the last of several copies is waited for"),
+}
