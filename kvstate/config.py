@@ -96,6 +96,8 @@ class Config:
     """Whether sequences map the memory of others with the same prefix, and what stays on the GPU
     for that when its owner closes: what others have mapped (`shared`), its whole prompt (`all`), or
     `off`."""
+    partial_blocks: bool = True
+    """Whether the first tokens of a block are copied from one that begins alike."""
     adopt: bool = True
     """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
     scrub: bool = False

@@ -229,6 +229,10 @@ class Index:
             children = node.children
         return found
 
+    def child(self, place: Place, key: bytes) -> Node | None:
+        """The block with this key (of `keys`) at that place."""
+        return self._children(place, "child").get(key)
+
     def partial(
         self, place: Place, rest: bytes, extra: Extra | None = None
     ) -> tuple[Node, int] | None:

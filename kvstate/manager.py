@@ -21,29 +21,25 @@ from types import TracebackType
 from typing import Final, Self
 
 import numpy as np
-import numpy.typing as npt
 
 from kvstate import runs
-from kvstate.arena import Range
+from kvstate.admission import Admission
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
-from kvstate.errors import DeviceError, DeviceFault, HostExhausted, IllegalTransition, OutOfRows
+from kvstate.errors import DeviceError, DeviceFault, HostExhausted
 from kvstate.index import Node
-from kvstate.keys import ID_BYTES, Identity, token_bytes
 from kvstate.plan import Plan, Run
-from kvstate.reuse import Leaving, source_of
+from kvstate.reuse import Leaving
 from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
-from kvstate.spans import Passage, Sharing, Span
+from kvstate.spans import Passage, Span
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
-from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING
+from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
-from kvstate.stepping import Stepping
 from kvstate.tensors import TensorView, views
 
 log = logging.getLogger("kvstate")
 
-_RESUME: Final = MACHINES.object("sequence.resume")
 _GROW: Final = MACHINES.object("sequence.grow")
 _SHRINK: Final = MACHINES.object("sequence.shrink")
 _REWIND: Final = MACHINES.object("sequence.rewind")
@@ -53,7 +49,7 @@ _CLOSE: Final = MACHINES.object("sequence.close")
 _YIELD: Final = MACHINES.cell("page.yield")
 
 
-class Manager(Stepping):
+class Manager(Admission):
     """KV memory of one level on one device, for many sequences.
 
     Takes the device over and closes it. Belongs to the thread that made it. Use it as a context
@@ -80,60 +76,6 @@ class Manager(Stepping):
 
             observe(self, debug=debug, record=record)
 
-    # Admission.
-
-    def create(
-        self,
-        prompt_tokens: npt.ArrayLike | None = None,
-        max_tokens: int | None = None,
-        *,
-        salt: bytes = b"",
-        commit: bool = True,
-    ) -> Sequence:
-        """Admit a sequence of at most `max_tokens` tokens. It holds no memory yet.
-
-        `prompt_tokens` is anything that numpy makes one row of int32 of. Its longest prefix that
-        the host or a running sequence has comes with `resume`; `matched_tokens` says how long that
-        is, now as a forecast
-        (it may be gone by then, report B77), afterwards for sure. `salt` names its tenant: nothing
-        is found across salts. With `commit=False` its blocks stay writable and private. Raises
-        OutOfRows, or OutOfFrames if it could not even run alone (report B140).
-        """
-        self._enter()
-        prompt = token_bytes(() if prompt_tokens is None else prompt_tokens)
-        tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        if not 0 < tokens <= self.config.max_tokens:
-            reason = f"max_tokens is {tokens}, not from 1 to {self.config.max_tokens}"
-            raise IllegalTransition("a new sequence", "create", "CREATED", reason)
-        frames = self.geometry.frames(tokens)
-        if frames > self.gpu.budget_frames:
-            raise self._refused(self._short(f"a sequence of {tokens} tokens", frames, "limit"))
-        if not self.columns.free:
-            rows = self.columns.rows
-            raise self._refused(OutOfRows(f"all {rows} rows are in use; close a sequence first"))
-        self._created += 1
-        row, identity = self.columns.free.pop(), Identity(salt)
-        seq = Sequence(self, self._created, row, tokens, identity, prompt, commit)
-        self.sequences[seq.uid] = seq
-        seq.matched_tokens = len(self._hits(seq)) * self.config.tokens_per_block
-        return seq
-
-    def _hits(self, seq: Sequence) -> list[Node]:
-        """What the sequence could have from others. Its last known token is always computed."""
-        known = len(seq.prompt) // ID_BYTES
-        most = min(max(0, known - 1), seq.max_tokens) // self.config.tokens_per_block
-        return self.reuse.hits(seq.identity, seq.prompt, most)
-
-    def probe_reuse(self, prompt_tokens: npt.ArrayLike, *, salt: bytes = b"") -> int:
-        """How many tokens a sequence with this prompt would have from others now.
-
-        Changes nothing, not even what is used least.
-        """
-        self._enter()
-        prompt, block = token_bytes(prompt_tokens), self.config.tokens_per_block
-        most = max(0, len(prompt) // ID_BYTES - 1) // block
-        return len(self.reuse.hits(Identity(salt), prompt, most)) * block
-
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:
         """An ACTIVE sequence of that length with undefined bytes: for warm-up and graph
         capture."""
@@ -146,28 +88,6 @@ class Manager(Stepping):
             raise
         self.columns.set_lengths(seq.row, length_tokens)
         return seq
-
-    def admits(self, capacity_tokens: int) -> bool:
-        """Whether the gate would let a sequence of that many tokens in now.
-
-        It does if the charge stays within `max_utilization_for_resume` of the budget, or if
-        nothing else runs and the sequence fits at all. Parked memory does not count against it,
-        nor do spans that may be given up.
-        Changes nothing.
-        """
-        return self._admits(max(1, self.geometry.frames(capacity_tokens)))
-
-    def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
-        if not self.columns.states.count(ACTIVE.code):
-            return frames <= self.gpu.budget_frames
-        limit = self.config.max_utilization_for_resume * self.gpu.budget_frames
-        kept = self.gpu.in_spans - self.spans.frames_without(sharing)
-        return self.gpu.charged + kept + frames <= limit
-
-    def largest_max_tokens(self, sequences: int = 1) -> int:
-        """The longest that this many sequences can all become in the whole budget, in tokens."""
-        frames = self.gpu.budget_frames // max(1, sequences)
-        return min(self.config.max_tokens, self.geometry.tokens(frames))
 
     # Memory.
 
@@ -184,106 +104,6 @@ class Manager(Stepping):
         """
         self._enter()
         return views(seq, layer, tokens)
-
-    def resume(self, seq: Sequence, stream: Stream = None) -> None:
-        """Give the sequence a range; if it was suspended, copy its bytes back.
-
-        One that begins (again) gets the longest prefix of its prompt that the host or a running
-        sequence has: it then has `matched_tokens` tokens, which need not be computed. The copy is
-        issued, not waited for: later work of `stream` waits for it on the device. Raises
-        OutOfFrames, from the gate too (see `admits`). If the copy fails, the sequence is SUSPENDED
-        again, or DROPPED if it was a prefix, and steps issued meanwhile mean nothing.
-        """
-        self._enter()
-        if seq.writing:
-            self.flight.quiesce()
-        plan, range_, hits, sharing = self._attempt(_RESUME, seq, self._plan_resume, stream)
-        fresh = not seq.slots
-        self.actor.run(plan)
-        if plan.token is not None:
-            kind = {"onboards": True} if hits else {"inward": True}
-            copied = hits[0 if sharing is None else sharing.blocks :]
-            transfer = Transfer(plan.token, seq, range_, plan.room, copied, **kind)
-            sources = {source_of(node): None for node in copied}
-            transfer.sources = [source for source in sources if source is not None]
-            transfer.pieces = plan.pieces
-            self._issue(plan, transfer)
-        self.flight.settle(plan)
-        if sharing is not None:
-            self.spans.shared(sharing, range_)
-            self.reuse.joined(seq, hits[: sharing.blocks])
-            self.counters["hit_blocks.alias"] += sharing.blocks
-            self.counters["aliased_frames"] += sharing.frames
-        if fresh:
-            self._match(seq, hits)
-        if range_.number in self.arena.ranges:
-            self.arena.unpark(range_)
-            self.counters["adoptions"] += 1
-        else:
-            self.arena.reserve(range_)
-        range_.pages.states.clear()
-        range_.owner, seq.range, seq.stream = seq, range_, stream
-        self._set_capacity(seq)
-        self.counters["starts" if plan.token is None else "resumes"] += 1
-
-    def _match(self, seq: Sequence, hits: list[Node]) -> None:
-        """The sequence begins with what the hits have."""
-        tokens = len(hits) * self.config.tokens_per_block
-        seq.matched_tokens = tokens
-        if seq.transfer is not None:
-            self.reuse.onboard(seq.transfer)
-            seq.held_tokens = tokens
-        seq.nodes, seq.keys = list(hits), [node.key for node in hits]
-        self.columns.set_lengths(seq.row, tokens)
-        self.columns.known[seq.row] = tokens
-
-    def _plan_resume(
-        self, chosen: ObjectRow, seq: Sequence, stream: Stream
-    ) -> tuple[Plan, Range, list[Node], Sharing | None]:
-        hits = [] if seq.slots else self._hits(seq)
-        sharing = self.spans.sharing(hits)
-        copied = hits if sharing is None else hits[sharing.blocks :]
-        served = [node.slot for node in copied if source_of(node) is None]
-        slots = runs_of(self.host.cells, [slot for slot in served if slot is not None])
-        tokens = seq.held_tokens or len(hits) * self.config.tokens_per_block
-        frames, extent = self.geometry.frames(tokens), seq.extent_frames
-        needed = max(1, frames - (0 if sharing is None else sharing.frames))
-        if not self._admits(needed, sharing):
-            raise self._short(str(seq), needed, "gate")
-        begins = None if sharing is None else (sharing.span.number, sharing.frames)
-        parked = self.arena.fitting(extent, begins) if self.config.adopt else None
-        range_ = parked or self.arena.vacant(extent)
-        if range_ is None:
-            raise self._short(str(seq), extent, "addresses")
-        shared = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
-        plan = self._plan_frames(seq, {range_: frames})
-        plan.base, plan.room, plan.stream = range_.base, seq.slots or slots, stream
-        aliased = len(hits) - len(copied)
-        size = (tokens - aliased * self.config.tokens_per_block) * self.geometry.row_bytes
-        plan.size_bytes = size
-        plan.pieces = self._hit_pieces(range_, copied)
-        blocks = self.geometry.blocks(tokens)
-        operands = self._growth(plan, seq, range_, frames, blocks)
-        opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
-        operands |= runs.hosted(seq, opened)
-        operands |= {"hits": ((seq.pages, aliased, len(hits)),), "served": slots}
-        plan.operands = operands = operands | shared
-        operands["adopted" if parked else "reserved"] = (range_,)
-        operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
-        plan.move(_RESUME, seq, chosen)
-        return plan, range_, hits, sharing
-
-    def _hit_pieces(self, range_: Range, hits: list[Node]) -> list[tuple[int, int, int]]:
-        """(address, where from, bytes) of the pages that hits are copied to."""
-        size, places = self.geometry.block_bytes, []
-        for node in hits:
-            source = source_of(node)
-            if source is not None:
-                places.append(source.base + node.ordinal * size)
-            elif node.slot is not None:
-                places.append(self.host.address + node.slot * size)
-        addresses = [range_.base + node.ordinal * size for node in hits]
-        return runs.joined(addresses, places, size)
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
         """Map and charge memory for that many tokens, or give back what is beyond them.
@@ -325,7 +145,7 @@ class Manager(Stepping):
         self._check_length(seq, "rewind", seq.shared_tokens, length_tokens, seq.length_tokens)
         block = self.config.tokens_per_block
         full, known = length_tokens // block, seq.committed_tokens // block
-        if any(node.pins for node in seq.nodes[full:]):
+        if seq.range is not None and seq.range.holders:
             self.flight.quiesce()
         if self.spans.rewound(seq, full):
             self.ladder.unalias(seq.range)
@@ -338,7 +158,7 @@ class Manager(Stepping):
             self.spans.ended(seq.range)
         self.reuse.left(leaving)
         if full < len(seq.keys):
-            self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32)
+            self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32, block)
             del seq.keys[full:]
         self.columns.set_lengths(seq.row, length_tokens)
 
@@ -391,7 +211,7 @@ class Manager(Stepping):
         assert seq.range is not None
         tokens = seq.written_tokens
         blocks = self.geometry.blocks(tokens)
-        passage = self.spans.passage(seq, closing=False)
+        passage = self.spans.passage(seq, self.reuse.epoch, closing=False)
         there = self.reuse.mirrors_of(seq, passage)
         room = self.host.room(blocks - len(there))
         if room is None:
@@ -456,10 +276,11 @@ class Manager(Stepping):
     ) -> None:
         self._enter()
         self._legal(event, seq)
-        passage = self.spans.passage(seq, closing=event is _CLOSE)
+        passage = self.spans.passage(seq, self.reuse.epoch, closing=event is _CLOSE)
         leaving = self.reuse.leaving(seq, 0, passage)
         passed = [] if passage is None else passage.span.nodes + passage.nodes
-        keep = keep and seq.transfer is None
+        known = seq.identity.weights_epoch == self.reuse.epoch
+        keep = keep and known and seq.transfer is None
         if keep and seq.range is not None:
             self.reuse.make_room(sum(node.slot is None for node in passed + leaving.lost))
             leaving = self.reuse.leaving(seq, 0, passage)
@@ -543,11 +364,6 @@ class Manager(Stepping):
             token = self.device.copy(Direction.OUT, (), after=[after])
             self.flight.issue(Transfer(token, seq, seq.range, ()))
 
-    def _issue(self, plan: Plan, transfer: Transfer) -> None:
-        """Enter the copy that the plan has issued."""
-        self.counters["host_bytes_moved"] += plan.size_bytes
-        self.flight.issue(transfer)
-
     # Time, and the end.
 
     def poll(self) -> list[Completion]:
@@ -555,6 +371,20 @@ class Manager(Stepping):
         self._enter()
         self.reuse.mirror(self.geometry.block_bytes)
         return self.flight.poll()
+
+    def clear_reuse(self) -> None:
+        """Forget in every tier what anybody could have from others: after the weights have changed.
+
+        Nothing that was written so far is found any more, from the return of this call on and also
+        if it raises DeviceError. Waits for the device. Running sequences go on, and what they have
+        is theirs alone; a sequence that is dropped or waits begins anew. Their memory leaves with
+        them; everything else is given up.
+        """
+        self._enter()
+        self.reuse.epoch += 1
+        self.flight.quiesce()
+        self.reuse.make_room(self.host.capacity)
+        self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
 
     def trim(self, keep_frames: int = 0) -> None:
         """Give memory that nobody uses back to the driver, but for `keep_frames` pooled frames."""

@@ -19,6 +19,7 @@ import numpy as np
 
 from kvstate import trace
 from kvstate.errors import CapacityError, KvStateError, LawViolation
+from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
 from kvstate.sequence import Sequence, Step
 from kvstate.spec.facts import View
@@ -29,8 +30,9 @@ from kvstate.view import view
 log = logging.getLogger("kvstate")
 
 PUBLIC: Final = (
-    "create", "dummy", "resume", "resize", "rewind", "step", "settle", "commit", "commit_each",
-    "stop_committing", "suspend", "drop", "close_sequence", "poll", "trim",
+    "create", "fork", "dummy", "resume", "resize", "rewind", "step", "settle", "commit",
+    "commit_each", "stop_committing", "suspend", "drop", "close_sequence", "poll", "clear_reuse",
+    "trim",
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 LEAVING: Final = ("suspend", "drop", "close_sequence")
@@ -88,6 +90,8 @@ class Recorder:
                 tokens=np.atleast_1d(np.asarray(args["tokens"], np.int32)).ravel().tolist(),
             ),
             "poll": lambda args, _: trace.Poll(),
+            "clear_reuse": lambda args, _: trace.Clear(),
+            "fork": self._fork,
             "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
             "resume": lambda args, _: trace.Resume(
                 seq=args["seq"].uid, stream=self._stream(args["stream"])
@@ -125,8 +129,15 @@ class Recorder:
         prompt = [] if given is None else np.atleast_1d(np.asarray(given)).tolist()
         return trace.Create(
             seq=seq.uid if seq else 0, max_tokens=tokens, prompt=prompt, salt=args["salt"].hex(),
+            adapter=_adapter(args["adapter"]), extra_keys=_extras(args["extra_keys"]),
             commit=args["commit"],
         )  # fmt: skip
+
+    def _fork(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
+        parent = args["parent"]
+        tokens = parent.max_tokens if args["max_tokens"] is None else args["max_tokens"]
+        child, stream = seq.uid if seq else 0, self._stream(args["stream"])
+        return trace.Fork(seq=parent.uid, child=child, max_tokens=tokens, stream=stream)
 
     def _dummy(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
         stream = self._stream(args["stream"])
@@ -155,6 +166,16 @@ class Recorder:
                 return number
         self._streams.append(stream)
         return len(self._streams) - 1
+
+
+def _adapter(adapter: Adapter) -> int | str | None:
+    return f"hex:{adapter.hex()}" if isinstance(adapter, bytes) else adapter
+
+
+def _extras(extras: Extras | None) -> dict[str, list[str]]:
+    found = (extras or {}).items()
+    fields = {str(at): one if isinstance(one, tuple) else (one,) for at, one in found}
+    return {at: [field.hex() for field in one] for at, one in fields.items()}
 
 
 def _leaving(args: dict[str, Any]) -> dict[str, Any]:

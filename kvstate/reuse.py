@@ -28,7 +28,7 @@ from kvstate.arena import Range
 from kvstate.errors import DeviceError
 from kvstate.flight import Flight
 from kvstate.index import Holder, Index, Node
-from kvstate.keys import Identity
+from kvstate.keys import Extra, Extras, Identity
 from kvstate.plan import Plan, Run
 from kvstate.runs import Operands, joined, runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
@@ -85,6 +85,9 @@ class Reuse:
         self.index, self.host, self.actor, self.flight = index, host, actor, flight
         self.enabled = self.keeping = mode != "off"
         """Whether there is an index, and whether what a closing sequence leaves is kept."""
+        self.epoch = 0
+        """Of the weights: newcomers find only what is of the same. Grows whenever all is to be
+        forgotten."""
         self.mirrors = mode == "on_commit"
         """Whether committed pages are copied out at once."""
         self._bare: list[tuple[Node, Sequence]] = []
@@ -98,15 +101,34 @@ class Reuse:
 
     # Looking up.
 
-    def hits(self, identity: Identity, prompt: bytes, most_blocks: int) -> list[Node]:
+    def hits(
+        self, identity: Identity, prompt: bytes, extras: Extras, most_blocks: int
+    ) -> list[Node]:
         """The blocks that a newcomer with this prompt could have, from the host or from whoever
         has them on the GPU. Changes nothing."""
         found: list[Node] = []
-        for node in self.index.match(identity, prompt, most_blocks=most_blocks):
-            if not self._on_host(node) and source_of(node) is None:
+        for node in self.index.match(identity, prompt, extras, most_blocks):
+            if not self.reachable(node):
                 break
             found.append(node)
         return found
+
+    def reachable(self, node: Node) -> bool:
+        """Somebody has the block's bytes where they can be copied from."""
+        return self._on_host(node) or source_of(node) is not None
+
+    def partial(
+        self, identity: Identity, nodes: list[Node], rest: bytes, extra: Extra | None
+    ) -> tuple[Node, int] | None:
+        """The block behind these that shares the most leading tokens with `rest`, and how many."""
+        found = self.index.partial(nodes[-1] if nodes else identity, rest, extra)
+        return found if found is not None and self.reachable(found[0]) else None
+
+    def current(self, identity: Identity) -> Identity:
+        """The identity of a sequence that has no bytes: they will be of the present weights."""
+        if identity.weights_epoch == self.epoch:
+            return identity
+        return Identity(identity.salt, identity.adapter, self.epoch)
 
     def _on_host(self, node: Node) -> bool:
         return node.slot is not None and self.host.cells.states[node.slot] in _SERVED
@@ -134,8 +156,7 @@ class Reuse:
         """The chain of blocks with these keys, as far as the index has it."""
         found: list[Node] = []
         for key in keys:
-            at = self.index.match(identity, key) if node is None else [node.children.get(key)]
-            node = at[0] if at else None
+            node = self.index.child(identity if node is None else node, key)
             if node is None:
                 break
             found.append(node)
@@ -157,7 +178,7 @@ class Reuse:
         if naming.keys:
             fresh = self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
             nodes += fresh
-            if self.mirrors:
+            if self.mirrors and seq.identity.weights_epoch == self.epoch:
                 self._bare += [(node, seq) for node in fresh]
 
     # Leaving.
@@ -362,8 +383,11 @@ class Reuse:
         """A copy of hits was issued: they stay until it has ended."""
         for slot in slots_of(transfer.slots):
             self.host.readers.setdefault(slot, set()).add(transfer.token)
-        self.index.hold(transfer.nodes[-1], ("load", transfer.token))
-        self.index.touch(transfer.nodes)
+        last = _last(transfer)
+        if last is not None:
+            self.index.hold(last, ("load", transfer.token))
+            self.index.touch((last,))
+        self.counters["hit_blocks.partial"] += transfer.partial is not None
         for node in transfer.nodes:
             self._line_up(node, transfer.seq)
             self.counters[f"hit_blocks.{_place(node)}"] += 1
@@ -435,7 +459,9 @@ class Reuse:
             readers[slot].discard(transfer.token)
             if not readers[slot]:
                 del readers[slot]
-        self._let_go(transfer.nodes[-1], ("load", transfer.token))
+        last = _last(transfer)
+        if last is not None:
+            self._let_go(last, ("load", transfer.token))
         if transfer.current:
             self._regain(transfer)
 
@@ -514,6 +540,11 @@ class Reuse:
             else self.index.lose_owner(node, node.owner)
         )
         return [cut.slot for cut in gone if cut.slot is not None]
+
+
+def _last(transfer: Transfer) -> Node | None:
+    """Which of the hits is held: whoever keeps that keeps those before it."""
+    return transfer.partial or (transfer.nodes[-1] if transfer.nodes else None)
 
 
 def _place(node: Node) -> str:

@@ -19,7 +19,7 @@ from kvstate.arena import Range
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
 from kvstate.index import Node
-from kvstate.keys import Identity
+from kvstate.keys import Extras, Identity
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (
     DROPPED,
@@ -81,8 +81,8 @@ class Transfer:
     """A copy between tiers that was issued, or (with neither direction) a wait for an event."""
 
     __slots__ = (
-        "inward", "keeps", "kind", "life", "nodes", "onboards", "outward", "pieces", "range", "seq",
-        "slots", "sources", "state", "token",
+        "inward", "keeps", "kind", "life", "nodes", "onboards", "outward", "partial", "pieces",
+        "range", "seq", "slots", "sources", "state", "token",
     )  # fmt: skip
 
     def __init__(
@@ -93,6 +93,8 @@ class Transfer:
         self.token, self.seq, self.range, self.slots = token, seq, range_, slots
         self.nodes = nodes
         """What the index calls the pages that it keeps, or that are hits."""
+        self.partial: Node | None = None
+        """The block of which only the first tokens are a hit."""
         self.sources: Sequence_[Range] = ()
         """Ranges of others that hits are read from."""
         self.pieces: Sequence_[tuple[int, int, int]] = ()
@@ -125,9 +127,9 @@ class Sequence:
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
-        "_life", "columns", "commits", "extent_frames", "held_tokens", "identity", "keys", "kv",
-        "matched_tokens", "max_tokens", "nodes", "pages", "prompt", "range", "row", "slots",
-        "state", "stream", "transfer", "uid",
+        "_life", "columns", "commits", "extent_frames", "extras", "held_tokens", "identity",
+        "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt", "range", "row",
+        "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
 
     def __init__(
@@ -140,6 +142,8 @@ class Sequence:
         self.prompt = prompt
         """The ids that it is known to begin with, as int32: of its prompt, or of an earlier
         life."""
+        self.extras: Extras = {}
+        """What some blocks depend on besides token ids, by number."""
         self.matched_tokens = 0
         """Tokens of its prompt whose bytes somebody else had written. Known for sure after
         `resume`."""
@@ -233,6 +237,13 @@ class Sequence:
         return self.columns.known.item(self.row)
 
     @property
+    def known_ids(self) -> bytes:
+        """The ids of its committed tokens, as int32. O(tokens)."""
+        size, known = self.kv.reuse.index.block_bytes, self.committed_tokens
+        rest = self.columns.open_block[self.row, : known % self.columns.open_block.shape[1]]
+        return b"".join(key[:size] for key in self.keys) + rest.tobytes()
+
+    @property
     def capacity_tokens(self) -> int:
         """Tokens that there is mapped and charged memory for."""
         return self.columns.capacity.item(self.row)
@@ -272,7 +283,8 @@ class Sequence:
 
     def forget_tokens(self) -> None:
         """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""
-        known = b"".join(self.keys)
+        size = self.kv.reuse.index.block_bytes
+        known = b"".join(key[:size] for key in self.keys)
         self.prompt = max(self.prompt, known, key=len)
         self.columns.known[self.row] = 0
         self.columns.set_lengths(self.row, 0)
@@ -284,6 +296,10 @@ class Sequence:
     def resume(self, stream: Stream = None) -> None:
         """See `Manager.resume`."""
         self.kv.resume(self, stream)
+
+    def fork(self, max_tokens: int | None = None, stream: Stream = None) -> Sequence:
+        """See `Manager.fork`."""
+        return self.kv.fork(self, max_tokens, stream)
 
     def resize(self, capacity_tokens: int) -> None:
         """See `Manager.resize`."""

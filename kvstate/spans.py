@@ -197,7 +197,7 @@ class Spans:
 
     # Leaving.
 
-    def passage(self, seq: Sequence, *, closing: bool) -> Passage | None:
+    def passage(self, seq: Sequence, epoch: int, *, closing: bool) -> Passage | None:
         """The span that a sequence leaves to others when it leaves its range.
 
         All that was ever shared; if it closes and `spans` is "all", its whole prompt.
@@ -206,7 +206,8 @@ class Spans:
         if range_ is None:
             return None
         span = self._of(range_)
-        nodes = self._rest(seq, span) if closing and self.mode == "all" else []
+        keeps = closing and self.mode == "all" and seq.identity.weights_epoch == epoch
+        nodes = self._rest(seq, span) if keeps else []
         if range_.home_of is None and not nodes:
             return None
         end = self._blocks(span.end) + len(nodes)

@@ -17,6 +17,7 @@ from kvstate import runs
 from kvstate.arena import Range
 from kvstate.core import Core
 from kvstate.errors import IllegalTransition
+from kvstate.keys import extra_bytes
 from kvstate.plan import Plan
 from kvstate.sequence import Batch, Column, Sequence, Step
 from kvstate.spec.compiled import MACHINES, ObjectRow
@@ -181,11 +182,18 @@ class Stepping(Core):
         The index follows at once, so that the next one of a batch finds them; that the event is
         legal is known by then.
         """
+        if seq.extras:
+            keys = [key + self._extra(seq, at) for at, key in enumerate(keys, len(seq.keys))]
         naming = self.reuse.naming(seq, keys)
         plan.operands = naming.operands
         plan.move(_COMMIT, seq)
         seq.keys += keys
         self.reuse.named(seq, naming)
+
+    def _extra(self, seq: Sequence, block: int) -> bytes:
+        """What the key of a block has besides token ids."""
+        extra = seq.extras.get(block)
+        return b"" if extra is None else extra_bytes(extra)
 
     def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
         """Commit one token of every sequence of the batch: what `commit` does for one, for all.

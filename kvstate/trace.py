@@ -74,7 +74,21 @@ class Create(Call, frozen=True, kw_only=True):
     max_tokens: int
     prompt: list[Id] = []
     salt: str = ""
+    adapter: int | str | None = None
+    """Bytes are written as `hex:` and their digits."""
+    extra_keys: dict[str, list[str]] = {}
+    """The fields of each block that has any, in hexadecimal, by the number of the block."""
     commit: bool = True
+
+
+class Fork(Call, frozen=True, kw_only=True):
+    """`Manager.fork` of the sequence `seq`; the new sequence gets the name `child`."""
+
+    seq: Name
+    child: Name
+    max_tokens: int
+    stream: Name = 0
+    event = "fork"
 
 
 class Dummy(Call, frozen=True, kw_only=True):
@@ -173,6 +187,10 @@ class Close(Call, frozen=True, kw_only=True):
     event = "close"
 
 
+class Clear(Call, frozen=True, kw_only=True):
+    """`Manager.clear_reuse`."""
+
+
 class Poll(Call, frozen=True, kw_only=True):
     """`Manager.poll`."""
 
@@ -184,8 +202,8 @@ class Trim(Call, frozen=True, kw_only=True):
 
 
 AnyCall = (
-    Create | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
-    | Suspend | Drop | Close | Poll | Trim
+    Create | Fork | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
+    | Suspend | Drop | Close | Poll | Clear | Trim
 )  # fmt: skip
 """One line of a trace after the header."""
 

@@ -73,7 +73,7 @@ def _sequence(seq: Sequence) -> SequenceFact:
         slots=_slots(seq.slots),
         transfer=None if seq.transfer is None else seq.transfer.token,
         committing=seq.committing,
-        tenant=seq.identity.salt,
+        tenant=seq.identity.code,
         keys=tuple(seq.keys),
         blocks=tuple(id(node) if node.findable else None for node in seq.nodes),
     )
@@ -85,7 +85,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             name=id(node),
             parent=None if node.parent is None else id(node.parent),
             ordinal=node.ordinal,
-            tenant=node.root.identity.salt,
+            tenant=node.root.identity.code,
             key=node.key,
             owner=node.owner.uid if isinstance(node.owner, Sequence) else None,
             span=node.owner.number if isinstance(node.owner, Span) else None,

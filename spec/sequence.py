@@ -41,6 +41,8 @@ SEQUENCE: Final = Table(
         Row("resume", DROPPED, ACTIVE, "it gets a range, and is computed again from the start"),
         Row("resume", SUSPENDED, ACTIVE, "it gets a range and its bytes are copied back",
             guard=~writing),
+        Row("fork", ACTIVE, ACTIVE, "another sequence begins with all that it has",
+            guard=~loading),
         Row("grow", ACTIVE, ACTIVE, "capacity is mapped and charged"),
         Row("shrink", ACTIVE, ACTIVE, "capacity that holds no tokens is given back"),
         Row("rewind", ACTIVE, ACTIVE, "tokens are taken back; the blocks become writable",

@@ -24,7 +24,9 @@ def small(
     names = ("map_ahead_frames", "arena_bytes", "reclaim_frames", "protected_share")
     gpu: dict[str, Any] = {"reclaim_frames": 1}
     gpu |= {name: changes.pop(name) for name in names if name in changes}
-    rest: dict[str, Any] = {"max_sequences": 8, "max_utilization_for_resume": 1.0} | changes
+    rest: dict[str, Any] = {
+        "max_sequences": 8, "max_utilization_for_resume": 1.0, "partial_blocks": False,
+    } | changes  # fmt: skip
     return Config(
         layers=[LayerSpec(kv_heads=1, head_dim=256, dtype="float16")],
         gpu=GpuTier(frames * FRAME, FRAME, **gpu),

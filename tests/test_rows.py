@@ -189,6 +189,7 @@ def test_every_row_and_every_state_of_a_sequence_has_a_program() -> None:
 
 PUBLIC: dict[str, Callable[[Player, Any], object]] = {
     "resume": lambda player, seq: player.kv.resume(seq),
+    "fork": lambda player, seq: player.kv.fork(seq),
     "grow": lambda player, seq: player.kv.resize(seq, seq.max_tokens),
     "rewind": lambda player, seq: player.kv.rewind(seq, 0),
     "step": lambda player, seq: player.kv.step(player.kv.batch([seq])),

@@ -88,10 +88,12 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     with pytest.raises(KvStateError):
         other.commit([8])
     other.stop_committing()
+    kv.clear_reuse()
+    seq.close()
+    other.fork(8).close()
     other.suspend(after=device.record(None))
     kv.poll()
     other.drop()
-    seq.close()
     kv.trim(2)
     kv.close()
     records = [json.loads(line) for line in lines]

@@ -30,7 +30,7 @@ def may(seq: Sequence, event: str) -> bool:
 
 def is_legal(player: Player, call: trace.AnyCall) -> bool:
     """Whether the call may be made now. Raises Skip if what it names was never made."""
-    if isinstance(call, trace.Poll | trace.Trim):
+    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
         return True
     if isinstance(call, trace.Create):
         return 0 < call.max_tokens <= player.config.max_tokens
@@ -71,6 +71,8 @@ def _fits(played: Played, call: trace.AnyCall) -> bool:
     seq, story = played.seq, played.story
     if isinstance(call, trace.Resize):
         return seq.written_tokens <= call.tokens <= seq.max_tokens
+    if isinstance(call, trace.Fork):
+        return max(1, story.settled) <= call.max_tokens <= seq.kv.config.max_tokens
     if isinstance(call, trace.Rewind):
         return seq.shared_tokens <= call.tokens <= story.settled
     if isinstance(call, trace.Commit):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from attrs import define, field
 
@@ -22,6 +22,10 @@ Ids: TypeAlias = "array[int]"
 """Token ids, packed as int32: long prompts are many, and a block's key is a slice of them."""
 Writers = tuple[tuple[int, int], ...]
 """(count, key) runs of those who wrote some tokens."""
+
+
+BlockKey = tuple[bytes, str]
+"""The ids of a block's tokens, and what else it depends on."""
 
 
 def packed(ids: Iterable[int] = ()) -> Ids:
@@ -37,8 +41,8 @@ class Library:
 
     def __init__(self, block_tokens: int) -> None:
         self.block_tokens = block_tokens
-        self._names: dict[tuple[object, bytes], int] = {}
-        """A number for each block, by the one before it (or the tenant) and its tokens."""
+        self._names: dict[object, dict[BlockKey, int]] = {}
+        """A number for each block, by the one before it (or the root) and its key."""
         self._writers: list[list[Writers]] = []
 
     def enter(self, story: Story) -> None:
@@ -46,8 +50,9 @@ class Library:
         size = self.block_tokens
         while (len(story.path) + 1) * size <= story.known:
             start = len(story.path) * size
-            key = self._key(story, story.path, story.tokens)
-            name = self._names.setdefault(key, len(self._writers))
+            names = self._names.setdefault(story.above(story.path), {})
+            key = self._key(story, len(story.path), story.tokens)
+            name = names.setdefault(key, len(self._writers))
             if name == len(self._writers):
                 self._writers.append([])
             story.path.append(name)
@@ -59,17 +64,37 @@ class Library:
         """Who may have written each of the first blocks of the story's prompt; and its path."""
         path: list[int] = []
         for _ in range(blocks):
-            name = self._names.get(self._key(story, path, story.prompt))
+            key = self._key(story, len(path), story.prompt)
+            name = self._names.get(story.above(path), {}).get(key)
             if name is None:
                 return []
             path.append(name)
         story.path = path
         return [self._writers[name] for name in path]
 
-    def _key(self, story: Story, path: list[int], tokens: Ids) -> tuple[object, bytes]:
-        start = len(path) * self.block_tokens
+    def partly(self, story: Story, tokens: int) -> list[Writers]:
+        """Who may have written the next tokens of the story's prompt, as the first of some block
+        behind those that `candidates` has found."""
+        ids, extra = self._key(story, len(story.path), story.prompt)
+        wanted = ids[: tokens * story.prompt.itemsize]
+        names = self._names.get(story.above(story.path), {}).items()
+        alike = [name for (ids, other), name in names if ids.startswith(wanted) and other == extra]
+        return [_first(writers, tokens) for name in alike for writers in self._writers[name]]
+
+    def _key(self, story: Story, block: int, tokens: Ids) -> BlockKey:
+        start = block * self.block_tokens
         ids = tokens[start : start + self.block_tokens]
-        return (path[-1] if path else story.tenant), ids.tobytes()
+        return ids.tobytes(), story.extras.get(block, "")
+
+
+def _first(writers: Writers, tokens: int) -> Writers:
+    """Who wrote the first of these tokens."""
+    found = []
+    for count, key in writers:
+        if tokens > 0:
+            found.append((min(count, tokens), key))
+        tokens -= count
+    return tuple(found)
 
 
 def _joined(runs: list[tuple[int, int]]) -> list[tuple[int, int]]:
@@ -108,6 +133,16 @@ class Story:
     block_tokens: int = 1
     path: list[int] = field(factory=list)
     """What the library calls its full known blocks."""
+    extras: dict[int, str] = field(factory=dict)
+    """What some of its blocks depend on besides tokens."""
+    born: Any = None
+    """The call that made it."""
+    epoch: int = 0
+    """Of the weights that its bytes are of."""
+
+    def above(self, path: list[int]) -> object:
+        """What the library finds the next block behind a path by."""
+        return path[-1] if path else (self.tenant, self.epoch)
 
     def write(self, count: int) -> int:
         """The next tokens are written; the key of their writer."""
@@ -129,6 +164,17 @@ class Story:
         self.written = _joined(runs)
         self.scheduled = self.settled = self.known = sum(count for count, _ in runs)
         self.tokens = self.prompt[: self.known]
+
+    def fork(self, uid: int, max_tokens: int, known: int) -> Story:
+        """Another one that has all its settled tokens, and knows so many of their ids."""
+        child = Story(uid, max_tokens, self.tenant, self.committing, phase="ACTIVE")
+        child.written = list(_first(tuple(self.written), self.settled))
+        child.scheduled = child.settled = self.settled
+        child.prompt, child.tokens = packed(self.tokens), self.tokens[:known]
+        child.known, child.block_tokens, child.epoch = known, self.block_tokens, self.epoch
+        child.extras, child.path = self.extras, self.path[: known // self.block_tokens]
+        child.undefined, child.born = self.undefined, self.born
+        return child
 
     def writers(self, start: int, end: int) -> Writers:
         """Who wrote the tokens from `start` up to `end`: (count, key) runs."""

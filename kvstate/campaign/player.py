@@ -32,6 +32,7 @@ from kvstate.errors import (
     KvStateError,
     LawViolation,
 )
+from kvstate.keys import Adapter
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws, observe
 from kvstate.pattern import SCRUB_BYTE
@@ -113,11 +114,11 @@ class Player:
         self.seqs: dict[int, Played] = {}
         self.steps: dict[int, Launch] = {}
         self.library = Library(header.config.tokens_per_block)
-        self.texts: deque[tuple[bytes, list[int]]] = deque(maxlen=12)
-        """What sequences have lately said, and their tenants."""
+        self.texts: deque[tuple[Story, list[int]]] = deque(maxlen=12)
+        """What sequences have lately said, and their stories."""
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
-        self._names = 0
+        self._names = self.epoch = 0
         self.last: int | None = None
         """The sequence that the last call named."""
         self.rewound = False
@@ -233,13 +234,30 @@ class Player:
     # One method a call: the manager first, then what the model learns from it.
 
     def _create(self, call: trace.Create) -> None:
-        salt = bytes.fromhex(call.salt)
-        seq = self.kv.create(call.prompt, call.max_tokens, salt=salt, commit=call.commit)
-        block = self.config.tokens_per_block
+        salt, adapter = bytes.fromhex(call.salt), _adapter(call.adapter)
+        fields = call.extra_keys.items()
+        extras = {int(at): tuple(map(bytes.fromhex, found)) for at, found in fields}
+        seq = self.kv.create(
+            call.prompt, call.max_tokens, salt=salt, adapter=adapter, extra_keys=extras,
+            commit=call.commit,
+        )  # fmt: skip
+        block, tenant = self.config.tokens_per_block, repr((salt, adapter)).encode()
         story = Story(
-            seq.uid, call.max_tokens, salt, call.commit, prompt=call.prompt, block_tokens=block
+            seq.uid, call.max_tokens, tenant, call.commit, prompt=call.prompt, block_tokens=block
         )
+        story.born = call
+        story.extras = {int(at): ",".join(found) for at, found in fields}
         self.seqs[call.seq] = Played(seq, story)
+
+    def _fork(self, call: trace.Fork) -> None:
+        parent, stream = self.known(call.seq), self.streams[call.stream % STREAMS]
+        seq = self.kv.fork(parent.seq, call.max_tokens, stream)
+        self._learn()
+        known, story = seq.committed_tokens, parent.story
+        if known > story.known or (known < story.known and known % self.config.tokens_per_block):
+            raise Broken("model", f"{seq} knows {known} tokens, its parent {story.known}")
+        child = story.fork(seq.uid, call.max_tokens, known)
+        self.seqs[call.child] = Played(seq, child, stream)
 
     def _dummy(self, call: trace.Dummy) -> None:
         stream = self.streams[call.stream % STREAMS]
@@ -253,11 +271,14 @@ class Player:
     def _resume(self, call: trace.Resume) -> None:
         played = self.known(call.seq)
         stream = self.streams[call.stream % STREAMS]
+        empty = not played.seq.slots
         self.kv.resume(played.seq, stream)
         self._learn()
-        fresh = not played.story.scheduled
+        fresh = empty or played.story.phase == "DROPPED"
         played.story.phase, played.stream = "ACTIVE", stream
-        if fresh and played.seq.committed_tokens:
+        if fresh:
+            played.story.epoch = self.epoch
+        if fresh and played.seq.matched_tokens:
             begin(self.kv, self.library, played.seq, played.story, self._audit_stream)
 
     def _resize(self, call: trace.Resize) -> None:
@@ -344,7 +365,7 @@ class Player:
     def _name(self, story: Story, tokens: list[int]) -> None:
         story.name(tokens)
         self.library.enter(story)
-        self.texts.append((story.tenant, list(story.tokens)))
+        self.texts.append((story, list(story.tokens)))
 
     def _commiteach(self, call: trace.CommitEach) -> None:
         members = [self.known(name) for name in call.seqs]
@@ -376,6 +397,11 @@ class Player:
 
     def _poll(self, call: trace.Poll) -> None:
         self.kv.poll()
+        self._learn()
+
+    def _clear(self, call: trace.Clear) -> None:
+        self.epoch += 1
+        self.kv.clear_reuse()
         self._learn()
 
     def _trim(self, call: trace.Trim) -> None:
@@ -494,6 +520,12 @@ class Player:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
 
 
+def _adapter(adapter: int | str | None) -> Adapter:
+    if isinstance(adapter, str) and adapter.startswith("hex:"):
+        return bytes.fromhex(adapter[4:])
+    return adapter
+
+
 def publish(kv: Manager, stream: Stream, seqs: Ordered[Sequence], part: int = 0) -> list[int]:
     """Let the device's table have the base and length of each sequence, as of a step's issue.
 
@@ -513,11 +545,13 @@ def begin(kv: Manager, library: Library, seq: Sequence, story: Story, stream: St
     its prompt says, or if nobody wrote it."""
     block, tokens = kv.config.tokens_per_block, seq.matched_tokens
     prefix = story.prompt[:tokens].tobytes()
-    if b"".join(seq.keys) != prefix or tokens % block or tokens >= len(story.prompt):
+    if seq.known_ids != prefix or tokens >= len(story.prompt):
         raise Broken("model", f"{seq} hits {tokens} tokens that are not those of its prompt")
     found = library.candidates(story, tokens // block)
     if len(found) != tokens // block:
         raise Broken("bytes", f"{seq} hits {tokens} tokens that nobody committed")
+    if tokens % block:
+        found.append(library.partly(story, tokens % block))
     written: list[tuple[int, int]] = []
     size = kv.geometry.block_bytes
     pieces = () if seq.transfer is None else seq.transfer.pieces

@@ -26,6 +26,8 @@ FAILURES: Final = {
     trace.Suspend: ("complete", "complete", "copy", "record", "quiesce"),
     trace.Step: ("complete", "copy", "create", "map", "unmap", "quiesce"),
     trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
+    trace.Fork: ("complete", "copy", "create", "map", "unmap", "quiesce"),
+    trace.Clear: ("unmap", "quiesce"),
     trace.Trim: ("unmap", "release", "quiesce"),
     trace.Drop: ("copy", "record", "fill"),
     trace.Close: ("complete", "complete", "copy", "record", "fill"),
@@ -71,6 +73,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
         write_through=random.choice(("on_free", "on_free", "on_commit", "on_commit", "off")),
+        partial_blocks=random.random() < 0.5,
         spans=random.choice(("shared", "all", "all", "off")),
         adopt=random.random() < 0.75,
         scrub=random.random() < 0.6,
@@ -94,12 +97,17 @@ def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
         planned = player.planned.popleft()
         call = planned(player, random) if callable(planned) else planned
         if call is not None:
-            return dressed(call, random)
+            return dressed(_named(player, call), random)
     chance = 0.6 if player.alike() else 0.25
     call = _follow_up(player, random) if random.random() < chance else None
     while call is None:
         call = random.choices(_CHOICES, weights)[0](player, random)
-    return dressed(call, random)
+    return dressed(_named(player, call), random)
+
+
+def _named(player: Player, call: trace.AnyCall) -> trace.AnyCall:
+    """A fork's child gets a name."""
+    return replace(call, child=player.next_name()) if isinstance(call, trace.Fork) else call
 
 
 def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
@@ -172,17 +180,39 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
         return None
     most = player.config.max_tokens
     tokens = max(random.randint(1, most), random.randint(1, most))
-    salt, prompt = random.choice((b"", b"", b"\xaa", b"\xbb")), _ids(random, 3)
+    like, prompt = _birth(random), _ids(random, 3)
     if player.texts and random.random() < 0.7:
-        tenant, known = random.choice(player.texts)
-        salt = tenant if random.random() < 0.9 else salt
+        story, known = random.choice(player.texts)
+        like = story.born if story.born and random.random() < 0.9 else like
         prompt = [*known, *prompt]
     name = player.next_name()
     if random.random() < 0.4:
         player.planned.append(trace.Resume(seq=name, stream=random.randrange(STREAMS)))
+    return replace(
+        like, seq=name, max_tokens=tokens, prompt=prompt, commit=random.random() < 0.8,
+        fail={}, error=None,
+    )  # fmt: skip
+
+
+def _birth(random: Random) -> trace.Create:
+    """A tenant, an adapter and what else blocks depend on: few of each, so that they meet."""
     return trace.Create(
-        seq=name, max_tokens=tokens, prompt=prompt, salt=salt.hex(), commit=random.random() < 0.8
+        seq=0,
+        max_tokens=1,
+        salt=random.choice(("", "", "", "aa", "bb")),
+        adapter=random.choice((None, None, None, None, 1, "1", "hex:31")),
+        extra_keys={} if random.random() < 0.9 else {str(random.randrange(3)): ["5a"]},
     )
+
+
+def _fork(played: Played, random: Random, name: int) -> trace.AnyCall:
+    most = played.seq.kv.config.max_tokens
+    tokens = _within(random, played.story.settled, most)
+    return trace.Fork(seq=name, child=0, max_tokens=tokens, stream=random.randrange(STREAMS))
+
+
+def _clear(player: Player, random: Random) -> trace.AnyCall:
+    return trace.Clear()
 
 
 def _say(player: Player, random: Random, name: int) -> list[trace.AnyCall]:
@@ -367,6 +397,7 @@ def _trim(player: Player, random: Random) -> trace.AnyCall:
 
 _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
     "resume": (7, lambda _, random, name: trace.Resume(seq=name, stream=random.randrange(STREAMS))),
+    "fork": (1, _fork),
     "grow": (3, _resize),
     "rewind": (2, _rewind),
     "commit": (8, _commit),
@@ -381,6 +412,7 @@ _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
     "twins": (2.5, _twins),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
+    "clear": (0.2, _clear),
 }  # fmt: skip
 
 RULES: Final[dict[str, tuple[float, Rule]]] = {
