@@ -102,8 +102,8 @@ def decode(number: bytes, batch: bytes) -> Numbered:
 
 
 class Publisher:
-    """Makes events of what an index changes. It becomes the index's listener, and first tells what
-    is there already.
+    """Makes events of what an index changes. It listens to the index, and first tells what is there
+    already.
 
     Stores that follow each other down a chain are one event; so are removals from one tier. Costs
     the digest of each block, once, whether anybody drains or not.
@@ -116,10 +116,7 @@ class Publisher:
         self.number = 0
         """Of the next batch."""
         self._events: list[Event] = []
-        index.listener = self
-        for node in index.walk():
-            for medium in node.media:
-                self.stored(node, medium)
+        index.listen(self)
 
     def stored(self, node: Node, medium: Medium) -> None:
         """See `Listener.stored`."""
@@ -207,7 +204,9 @@ class Replica:
         replica = cls()
         for node in index.walk():
             parent = None if node.parent is None else index.digest(node.parent)
-            tokens, tiers = tuple(index.tokens(node)), frozenset(node.media)
+            tokens, tiers = tuple(index.tokens(node)), frozenset(node.told)
+            if not tiers:
+                continue
             known = Block(parent, tokens, tiers, index.extra(node))
             replica.blocks[index.digest(node)] = known
             if parent is not None:

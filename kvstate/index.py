@@ -66,8 +66,8 @@ class Node:
     """One block of a prefix. Read it; only the index changes it."""
 
     __slots__ = (
-        "children", "holders", "host_children", "key", "name", "ordinal", "owner", "parent", "pins",
-        "queued", "root", "serial", "slot", "used",
+        "children", "holders", "host_children", "key", "landed", "name", "ordinal", "owner",
+        "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
     )  # fmt: skip
 
     def __init__(
@@ -87,6 +87,10 @@ class Node:
         """Whose page is canonical on the GPU."""
         self.slot = slot
         """The host slot of its canonical host copy."""
+        self.landed = True
+        """The bytes are in that slot, not only on the way."""
+        self.told: tuple[Medium, ...] = ()
+        """The tiers that listeners know of."""
         self.holders: set[Holder] | frozenset[Holder] = NOBODY
         self.used = used
         """When it was last used, in ticks of the index. Never more than its parent's."""
@@ -136,7 +140,10 @@ class Cut(NamedTuple):
 
 
 class Listener(Protocol):
-    """Hears what the index changes: removals just before, the rest just after. Must not raise."""
+    """Hears what the index changes: removals just before, the rest just after. Must not raise.
+
+    A block is told while the one before it is: so there is no hole in what a listener knows either.
+    """
 
     def stored(self, node: Node, medium: Medium) -> None:
         """A tier has the block's bytes now."""
@@ -167,7 +174,7 @@ class Index:
         if key is not None and not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
             raise ConfigError(f"a key of {len(key)} bytes; 1 to {blake2b.MAX_KEY_SIZE} are wanted")
         self.block_tokens, self.block_bytes = block_tokens, block_tokens * ID_BYTES
-        self.listener = listener
+        self.listeners: list[Listener] = [] if listener is None else [listener]
         self.slots: dict[int, Node] = {}
         """Whose canonical copy a host slot has."""
         self.clock = 0
@@ -341,11 +348,10 @@ class Index:
             chain.append(parent)
         self._serial += len(chain)
         self._count += len(chain)
-        if owner is not None and self.listener is not None:
-            for node in chain:
-                self.listener.stored(node, GPU)
         if slot is not None:
             self._fill(chain[0], slot)
+        for node in chain if self.listeners else ():
+            self._tell(node)
         return chain
 
     def _check_new(self, keys: list[bytes], owner: object | None, slot: int | None) -> None:
@@ -379,18 +385,24 @@ class Index:
         if owner is None:
             raise _illegal(node, "give_owner", node.state_name, "nobody is no owner")
         node.owner = owner
-        if self.listener is not None:
-            self.listener.stored(node, GPU)
+        self._tell(node)
         self._consider(node)
 
-    def give_slot(self, node: Node, slot: int) -> None:
-        """A block that had no host copy has one, in this slot."""
+    def give_slot(self, node: Node, slot: int, *, landed: bool = True) -> None:
+        """A block that had no host copy has one, in this slot; its bytes may still be on the way,
+        then `land` it."""
         self._alive(node, "give_slot")
         if node.slot is not None:
             raise _illegal(node, "give_slot", node.state_name, f"it has slot {node.slot}")
         self._check_slot(node, "give_slot", node.state_name, slot)
-        node.slot = slot
+        node.slot, node.landed = slot, landed
         self._fill(node, slot)
+        self._tell(node)
+
+    def land(self, node: Node) -> None:
+        """The bytes of a block are in its slot."""
+        node.landed = True
+        self._tell(node)
 
     def lose_owner(self, node: Node, owner: object, heir: object | None = None) -> list[Cut]:
         """The owner's page is no longer canonical: `heir`'s is, or none is.
@@ -409,8 +421,8 @@ class Index:
             return []
         if node.slot is None:
             return self._cut(node, "lose_owner")
-        self._tell_removed(node, GPU)
         node.owner = None
+        self._tell(node)
         return []
 
     def lose_slot(self, node: Node) -> list[Cut]:
@@ -424,8 +436,8 @@ class Index:
             raise _illegal(node, "lose_slot", node.state_name, "it has none")
         if node.owner is None:
             return self._cut(node, "lose_slot")
-        self._tell_removed(node, CPU)
         self._empty_slot(node)
+        self._tell(node)
         if node.parent is not None:
             self._consider(node.parent)
         return []
@@ -445,8 +457,8 @@ class Index:
             self._forget(node)
         self._roots.clear()
         self._queue.clear()
-        if self.listener is not None:
-            self.listener.cleared()
+        for listener in self.listeners:
+            listener.cleared()
         return slots
 
     # Holding.
@@ -504,8 +516,8 @@ class Index:
         while self._queue and len(chosen) < count:
             used, _, _, node = heapq.heappop(self._queue)
             if used != node.used and node.slot is not None:
-                heapq.heappush(self._queue, _entry(node))  # touched since; keys only grow
-            elif not _expendable(node, taken[node], cut[node]):
+                heapq.heappush(self._queue, entry(node))  # touched since; keys only grow
+            elif not expendable(node, taken[node], cut[node]):
                 node.queued = False
             else:
                 chosen.append(node)
@@ -514,23 +526,23 @@ class Index:
                     cut[node.parent] += node.owner is None
                     self._consider(node.parent, taken[node.parent], cut[node.parent])
         for node in chosen:
-            heapq.heappush(self._queue, _entry(node))
+            heapq.heappush(self._queue, entry(node))
         return chosen
 
     def _consider(self, node: Node, taken: int = 0, cut: int = 0) -> None:
         """Queue a block that has become expendable. What stops being so is dropped when it comes
         up, and what was touched is put back then: an entry may be early and is never late."""
-        if node.queued or not _expendable(node, taken, cut):
+        if node.queued or not expendable(node, taken, cut):
             return
         if len(self._queue) > 2 * len(self.slots) + 64:
             self._drop_dead_entries()
         node.queued = True
-        heapq.heappush(self._queue, _entry(node))
+        heapq.heappush(self._queue, entry(node))
 
     def _drop_dead_entries(self) -> None:
         for *_, node in self._queue:
             node.queued = node.slot is not None
-        self._queue = [_entry(node) for *_, node in self._queue if node.queued]
+        self._queue = [entry(node) for *_, node in self._queue if node.queued]
         heapq.heapify(self._queue)
 
     # Keeping the books.
@@ -565,13 +577,58 @@ class Index:
         self.slots[slot] = node
         if node.parent is not None:
             node.parent.host_children += 1
-        if self.listener is not None:
-            self.listener.stored(node, CPU)
         self._consider(node)
 
-    def _tell_removed(self, node: Node, medium: Medium) -> None:
-        if self.listener is not None:
-            self.listener.removed(node, medium)
+    # Telling.
+
+    def listen(self, listener: Listener) -> None:
+        """Tell a listener what is there, and from now on what changes. Cost: everything."""
+        for node in self.walk() if not self.listeners else ():
+            node.told = self._shown(node)
+        self.listeners.append(listener)
+        for node in self.walk():
+            for medium in node.told:
+                listener.stored(node, medium)
+
+    def _shown(self, node: Node) -> tuple[Medium, ...]:
+        """The tiers that listeners are to know of."""
+        if node.parent is not None and not node.parent.told:
+            return ()
+        return node.media if node.landed else node.media[: node.owner is not None]
+
+    def _tell(self, node: Node) -> None:
+        """Tell listeners what has become of a block, and with it of those behind it."""
+        waiting = [node] if self.listeners else []
+        while waiting:
+            one = waiting.pop()
+            waiting += list(one.children.values())[::-1] if self._retell(one) else []
+
+    def _retell(self, node: Node) -> bool:
+        """Tell what has become of one block; whether those behind it can be told now."""
+        before, wanted = node.told, self._shown(node)
+        if before and not wanted:
+            for one in [*_descendants(node.children)][::-1]:
+                self._hide(one)
+        for medium in before:
+            if medium not in wanted:
+                self._tell_all("removed", node, medium)
+        node.told = wanted
+        for medium in wanted:
+            if medium not in before:
+                self._tell_all("stored", node, medium)
+        return bool(wanted and not before)
+
+    def _hide(self, node: Node) -> None:
+        """A block is not told any more."""
+        for medium in node.told:
+            self._tell_all("removed", node, medium)
+        node.told = ()
+
+    def _tell_all(self, what: Literal["stored", "removed"], node: Node, medium: Medium) -> None:
+        for listener in self.listeners:
+            getattr(listener, what)(node, medium)
+
+    # Keeping more books.
 
     def _cut(self, node: Node, event: str) -> list[Cut]:
         """Take out a block that loses its last bytes and all below it; returns those below."""
@@ -582,8 +639,7 @@ class Index:
         below = [*_descendants(node.children)][::-1]
         cut = [Cut(one, one.owner, one.slot) for one in below]
         for one in (*below, node):
-            for medium in one.media:
-                self._tell_removed(one, medium)
+            self._hide(one)
             self._forget(one)
         del (root.children if parent is None else parent.children)[node.key]
         if parent is not None:
@@ -606,60 +662,6 @@ class Index:
         node.owner = node.parent = node.root = None
         node.children = {}
 
-    # The laws.
-
-    def check(self) -> list[str]:
-        """What does not hold of the rules above and of the counts, in words; nothing, if all is
-        well. Cost: everything."""
-        nodes = list(self.walk())
-        wrong = [line for node in nodes for line in self._check_node(node)]
-        wrong += self._check_roots()
-        on_host = {id(node): node.slot for node in nodes if node.slot is not None}
-        if on_host != {id(node): slot for slot, node in self.slots.items()}:
-            wrong.append(f"{len(on_host)} blocks have slots, {len(self.slots)} slots have blocks")
-        holds = sum(len(node.holders) for node in nodes)
-        for what, counted, there in (("blocks", self._count, len(nodes)),
-                                     ("holds", self.holds, holds)):  # fmt: skip
-            if counted != there:
-                wrong.append(f"{counted} {what} are counted, {there} are there")
-        return wrong + self._check_queue(nodes)
-
-    def _check_roots(self) -> Iterator[str]:
-        for code, root in self._roots.items():
-            if not root.children:
-                yield f"a root without blocks for {root.identity}"
-            if code != root.identity.code:
-                yield f"a root of another identity for {root.identity}"
-            for key, node in root.children.items():
-                if (node.key, node.parent, node.root, node.ordinal) != (key, None, root, 0):
-                    yield f"{node} is not what its root says"
-
-    def _check_node(self, node: Node) -> Iterator[str]:
-        if not node.media:
-            yield f"{node} is a hole"
-        if node.used > self.clock:
-            yield f"{node} was used at {node.used}, after {self.clock}"
-        children = node.children.values()
-        pins = len(node.holders) + sum(child.pins > 0 for child in children)
-        if node.pins != pins:
-            yield f"{node} counts {node.pins} pins and has {pins}"
-        on_host = sum(child.slot is not None for child in children)
-        if node.host_children != on_host:
-            yield f"{node} counts {node.host_children} children on the host and has {on_host}"
-        for key, child in node.children.items():
-            above = (key, node, node.root, node.ordinal + 1)
-            if (child.key, child.parent, child.root, child.ordinal) != above:
-                yield f"{child} is not what its parent says"
-            if child.used > node.used:
-                yield f"{child} was used at {child.used}, its parent at {node.used}"
-
-    def _check_queue(self, nodes: list[Node]) -> list[str]:
-        entries = Counter(id(node) for *_, node in self._queue)
-        early = {id(entry[-1]) for entry in self._queue if entry[:3] <= _entry(entry[-1])[:3]}
-        late = [node for node in nodes if _expendable(node) and id(node) not in early]
-        twice = [node for *_, node in self._queue if entries[id(node)] > 1 or not node.queued]
-        return [f"{node} is not where the queue of victims must have it" for node in late + twice]
-
 
 def _descendants(children: Mapping[bytes, Node]) -> Iterator[Node]:
     """All blocks from here down, a parent before its children. A loop: prefixes are long."""
@@ -670,7 +672,7 @@ def _descendants(children: Mapping[bytes, Node]) -> Iterator[Node]:
         waiting += reversed(node.children.values())
 
 
-def _expendable(node: Node, taken: int = 0, cut: int = 0) -> bool:
+def expendable(node: Node, taken: int = 0, cut: int = 0) -> bool:
     """A block may lose its host slot, were `taken` children's slots gone and `cut` children."""
     return (
         node.slot is not None
@@ -680,7 +682,8 @@ def _expendable(node: Node, taken: int = 0, cut: int = 0) -> bool:
     )
 
 
-def _entry(node: Node) -> Entry:
+def entry(node: Node) -> Entry:
+    """What the queue of victims has for a block."""
     return node.used, -node.ordinal, node.serial, node
 
 

@@ -27,6 +27,7 @@ from kvstate.admission import Admission
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
+from kvstate.events import Publisher
 from kvstate.index import Node
 from kvstate.plan import Plan, Run
 from kvstate.reuse import Leaving
@@ -71,6 +72,8 @@ class Manager(Admission):
         file's `write` will do.
         """
         super().__init__(config, device)
+        self.replayed: Callable[[], list[str]] | None = None
+        """Compares the events with the index, if somebody does."""
         if debug or record:
             from kvstate.observe import observe
 
@@ -394,6 +397,13 @@ class Manager(Admission):
             self.ladder.spill(self.gpu.budget_frames)
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
+
+    def events(self, rank: int | None = None, most_events: int | None = None) -> Publisher:
+        """What routers of requests want to know: which blocks which tier has, from now on.
+
+        `drain` the events at any time; see `kvstate.events`. Costs the digest of every block.
+        """
+        return Publisher(self.reuse.index, rank, most_events)
 
     def stats(self) -> Stats:
         """A snapshot of states, charges, refusals and device calls. O(sequences and ranges)."""

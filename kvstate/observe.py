@@ -18,11 +18,14 @@ import msgspec
 import numpy as np
 
 from kvstate import trace
-from kvstate.errors import CapacityError, KvStateError, LawViolation
+from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.events import Replica, decode, encode
+from kvstate.index import CPU, GPU
 from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
 from kvstate.sequence import Sequence, Step
 from kvstate.spec.facts import View
+from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.tensors import tensors_held
 from kvstate.view import view
@@ -35,6 +38,7 @@ PUBLIC: Final = (
     "trim",
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
+_LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -71,6 +75,40 @@ class LawKeeper:
             _check("change", self.asked, before, self.seen, touched)
         if isinstance(error, CapacityError):
             _check("refusal", self.asked, self.seen, error)
+
+
+class Listening:
+    """Listens to one manager's events, as a router would, and says what it gets wrong (law 22)."""
+
+    def __init__(self, kv: Manager) -> None:
+        self.kv, self.publisher, self.replica = kv, kv.events(), Replica()
+
+    def __call__(self) -> list[str]:
+        """Take over what has happened; the differences to the index. O(blocks)."""
+        try:
+            for batch in self.publisher.drain():
+                self.replica.apply(decode(*encode(batch)))
+        except TraceError as error:
+            return [str(error)]
+        known = {name: block.tiers for name, block in self.replica.blocks.items()}
+        there = self._there()
+        return [
+            f"block {name.hex()} is in {known.get(name)}, but should be in {there.get(name)}"
+            for name in known.keys() | there.keys()
+            if known.get(name) != there.get(name)
+        ]
+
+    def _there(self) -> dict[bytes, frozenset[str]]:
+        """Which tiers have the bytes of each block that can be had from its first one on."""
+        found, states = dict[bytes, frozenset[str]](), self.kv.host.cells.states
+        index = self.kv.reuse.index
+        for node in index:
+            tiers = {GPU} if node.owner is not None else set[str]()
+            if node.slot is not None and states[node.slot] in _LANDED:
+                tiers.add(CPU)
+            if tiers and (node.parent is None or index.digest(node.parent) in found):
+                found[index.digest(node)] = frozenset(tiers)
+        return found
 
 
 class Recorder:
@@ -196,6 +234,7 @@ def observe(
     """
     if debug:
         kv.flight.ignored = None
+        kv.replayed = Listening(kv)
     keeper = LawKeeper(kv, asked) if debug else None
     recorder = Recorder(kv, record) if record else None
     depth = [0]

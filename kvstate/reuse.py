@@ -273,7 +273,7 @@ class Reuse:
     def keep(self, nodes: list[Node], slots: Iterable[int], token: int | None) -> None:
         """Pages have host slots: at once, or when the copy of that number is done."""
         for node, slot in zip(nodes, slots, strict=True):
-            self.index.give_slot(node, slot)
+            self.index.give_slot(node, slot, landed=token is None)
             if token is not None:
                 self.index.hold(node, ("write", token))
         self.index.touch(nodes[-1:])
@@ -411,9 +411,11 @@ class Reuse:
         inherited, lost = ([], []) if ok else self._failed(transfer)
         for node in transfer.nodes:
             self._let_go(node, ("write", transfer.token))
-        slots = set() if ok else set(slots_of(transfer.slots))
+        slots = set(slots_of(transfer.slots))
         for node in transfer.nodes:
-            if node.owner is not None and node.slot in slots:
+            if node.slot in slots and ok:
+                self.index.land(node)
+            elif node.slot in slots and node.owner is not None:
                 self.index.lose_slot(node)
         for node, heir in inherited:
             self._step_out(node, heir)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvstate.index_check import check
 from kvstate.manager import Manager
 from kvstate.plan import Run
 from kvstate.sequence import Columns, Sequence, Step
@@ -43,7 +44,8 @@ def view(kv: Manager) -> View:
         host_pages=bytes(kv.host.pages.states),
         readers={slot: frozenset(tokens) for slot, tokens in kv.host.readers.items()},
         blocks=tuple(_blocks(kv)),
-        index_faults=tuple(kv.reuse.index.check()),
+        index_faults=tuple(check(kv.reuse.index)),
+        event_faults=tuple(kv.replayed()) if kv.replayed else (),
         reuses=kv.reuse.enabled,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),

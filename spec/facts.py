@@ -194,6 +194,8 @@ class View:
     blocks: tuple[BlockFact, ...]
     index_faults: tuple[str, ...]
     """What the index itself finds wrong with its books."""
+    event_faults: tuple[str, ...]
+    """What replaying the emitted events gets wrong."""
     reuses: bool
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]

@@ -617,6 +617,12 @@ def tier_order(view: View) -> Iterator[str]:
             yield f"block {block.ordinal} is on the GPU: {on_gpu}, on the host: {slot}"
 
 
+@_law(22, "events replay", "always", "replaying the emitted events rebuilds the index")
+def events_replay(view: View) -> Iterator[str]:
+    """A replica that has heard everything knows which tier has which block, and nothing else."""
+    yield from (f"the events: {fault}" for fault in view.event_faults)
+
+
 @_law(23, "isolation", "always", "nothing is found across tenants")
 def isolation(view: View) -> Iterator[str]:
     """Whoever owns a block, or is in line for it, is of its tenant; so is whoever maps a span."""

@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from kvstate import Manager
 from kvstate.errors import TraceError
 from kvstate.events import (
     AllBlocksCleared,
@@ -24,6 +25,8 @@ from kvstate.events import (
 )
 from kvstate.index import Index, Node
 from kvstate.keys import Identity, token_bytes
+from tests.conftest import Open
+from tests.test_reuse import PROMPT, said
 
 ME = Identity(salt=b"secret")
 OWNER = "a sequence"
@@ -306,3 +309,65 @@ def test_a_stream_that_was_spoilt_is_noticed(name: str) -> None:
     SPOILT[name](events)
     with pytest.raises(TraceError, match=r"event [01]"):
         replay([batch(*events)])
+
+
+# What a manager tells.
+
+
+def tiers(kv: Manager, replica: Replica) -> list[set[str]]:
+    """Which tiers a router believes the blocks of the manager to be in, in the index's order."""
+    index = kv.reuse.index
+    return [set(replica.blocks[index.digest(node)].tiers) for node in index if node.told]
+
+
+def test_a_router_hears_of_tiers_when_the_bytes_are_there(open_manager: Open) -> None:
+    kv = open_manager()
+    events, replica = kv.events(rank=3), Replica()
+
+    def heard() -> list[set[str]]:
+        for batch in events.drain():
+            assert batch.batch.data_parallel_rank == 3
+            replica.apply(decode(*encode(batch)))
+        return tiers(kv, replica)
+
+    seq = said(kv, PROMPT)
+    assert heard() == [{"GPU"}] * 4
+    seq.close()
+    assert heard() == [], "the copies have not ended"
+    kv.poll()
+    assert heard() == [{"CPU"}] * 4
+    again = kv.create([*PROMPT, 0], 16)
+    again.resume()
+    kv.poll()
+    assert heard() == [{"GPU", "CPU"}] * 4, "the newcomer is canonical, the host has mirrors"
+    again.rewind(3)
+    assert heard() == [{"GPU", "CPU"}, {"CPU"}, {"CPU"}, {"CPU"}]
+    kv.clear_reuse()
+    assert heard() == [{"GPU"}]
+
+
+def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:
+    """The host has a block, the one before it is still on the way there."""
+    index, told = Index(1), []
+
+    class Ear:
+        def stored(self, node: Node, medium: str) -> None:
+            told.append(("stored", node.ordinal, medium))
+
+        def removed(self, node: Node, medium: str) -> None:
+            told.append(("removed", node.ordinal, medium))
+
+        def cleared(self) -> None:
+            told.append(("cleared", 0, ""))
+
+    index.listen(Ear())
+    first, second = index.extend(Identity(), index.keys(token_bytes([1, 2])), "me")
+    index.give_slot(second, 1)
+    index.give_slot(first, 0, landed=False)
+    told.clear()
+    index.lose_owner(second, "me")
+    index.lose_owner(first, "me")
+    assert told == [("removed", 1, "GPU"), ("removed", 1, "CPU"), ("removed", 0, "GPU")]
+    told.clear()
+    index.land(first)
+    assert told == [("stored", 0, "CPU"), ("stored", 1, "CPU")]

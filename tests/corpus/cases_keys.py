@@ -12,6 +12,7 @@ from typing import Final
 from kvstate.errors import TraceError
 from kvstate.events import Publisher, Replica
 from kvstate.index import Index, Node
+from kvstate.index_check import check
 from kvstate.keys import Extras, Identity, token_bytes
 from tests.corpus.case import REACHED, Case, expect
 from tests.faults.planted import Fault
@@ -78,7 +79,7 @@ def _clear_all_tiers() -> None:
     expect(REACHED, "tiers", [node.media for node in nodes], [("GPU", "CPU")] * 2 + [("CPU",)])
     expect(COHERENT, "slots to be freed", sorted(index.clear()), [0, 1, 2])
     expect(COHERENT, "found after a reset", index.match(identity, IDS), [])
-    expect(COHERENT, "faults", index.check(), [])
+    expect(COHERENT, "faults", check(index), [])
 
 
 def _host_leaf() -> None:

@@ -1,0 +1,68 @@
+"""What must hold of an index, read off its books: for the laws and for tests.
+
+Nothing here is asked by the index itself; it is the rules of `kvstate.index`, once more and
+independently.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+
+from kvstate.index import Index, Node, entry, expendable
+
+
+def check(index: Index) -> list[str]:
+    """What does not hold of the rules above and of the counts, in words; nothing, if all is
+    well. Cost: everything."""
+    nodes = list(index.walk())
+    wrong = [line for node in nodes for line in _check_node(index, node)]
+    wrong += _check_roots(index)
+    on_host = {id(node): node.slot for node in nodes if node.slot is not None}
+    if on_host != {id(node): slot for slot, node in index.slots.items()}:
+        wrong.append(f"{len(on_host)} blocks have slots, {len(index.slots)} slots have blocks")
+    holds = sum(len(node.holders) for node in nodes)
+    for what, counted, there in (("blocks", index._count, len(nodes)),
+                                 ("holds", index.holds, holds)):  # fmt: skip
+        if counted != there:
+            wrong.append(f"{counted} {what} are counted, {there} are there")
+    return wrong + _check_queue(index, nodes)
+
+
+def _check_roots(index: Index) -> Iterator[str]:
+    for code, root in index._roots.items():
+        if not root.children:
+            yield f"a root without blocks for {root.identity}"
+        if code != root.identity.code:
+            yield f"a root of another identity for {root.identity}"
+        for key, node in root.children.items():
+            if (node.key, node.parent, node.root, node.ordinal) != (key, None, root, 0):
+                yield f"{node} is not what its root says"
+
+
+def _check_node(index: Index, node: Node) -> Iterator[str]:
+    if not node.media:
+        yield f"{node} is a hole"
+    if node.used > index.clock:
+        yield f"{node} was used at {node.used}, after {index.clock}"
+    children = node.children.values()
+    pins = len(node.holders) + sum(child.pins > 0 for child in children)
+    if node.pins != pins:
+        yield f"{node} counts {node.pins} pins and has {pins}"
+    on_host = sum(child.slot is not None for child in children)
+    if node.host_children != on_host:
+        yield f"{node} counts {node.host_children} children on the host and has {on_host}"
+    for key, child in node.children.items():
+        above = (key, node, node.root, node.ordinal + 1)
+        if (child.key, child.parent, child.root, child.ordinal) != above:
+            yield f"{child} is not what its parent says"
+        if child.used > node.used:
+            yield f"{child} was used at {child.used}, its parent at {node.used}"
+
+
+def _check_queue(index: Index, nodes: list[Node]) -> list[str]:
+    entries = Counter(id(node) for *_, node in index._queue)
+    early = {id(known[-1]) for known in index._queue if known[:3] <= entry(known[-1])[:3]}
+    late = [node for node in nodes if expendable(node) and id(node) not in early]
+    twice = [node for *_, node in index._queue if entries[id(node)] > 1 or not node.queued]
+    return [f"{node} is not where the queue of victims must have it" for node in late + twice]
