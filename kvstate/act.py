@@ -9,7 +9,7 @@ nothing.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Final
 
@@ -35,6 +35,7 @@ class Actor:
             "create": self._create,
             "release": self._release,
             "alias": self._alias,
+            "remap": self._remap,
             "map": self._map,
             "unmap": self._unmap,
             "scrub": self._scrub,
@@ -113,6 +114,30 @@ class Actor:
             ],
             undo,
         )
+
+    def _remap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
+        """Unmap frames and map a span's in their place; if that fails, the old ones again."""
+        for _, cells, low, high, _ in acts:
+            assert isinstance(cells, Frames)
+            address, first = self._address(cells, low), cells.owner.first(cells)
+            old = MapRun(address, cells.ids[low:high])
+            self.device.unmap([UnmapRun(address, high - low)])
+            undo.append(partial(self.device.map, [old]))
+            new = MapRun(address, plan.span.ids(first + high)[first + low :], read_only=True)
+            self.device.map([new])
+            if plan.ignored != "scrub":
+                self._wipe_at(plan.scratch, old.frames)
+            undo.pop()
+
+    def _wipe_at(self, address: int, frames: Sequence[int]) -> None:
+        """Overwrite frames that are mapped nowhere. If it fails the old bytes are readable."""
+        size = len(frames) * self.frame_bytes
+        try:
+            self.device.map([MapRun(address, frames)])
+            self.device.fill([FillRun(address, size)], SCRUB_BYTE)
+            self.device.unmap([UnmapRun(address, len(frames))])
+        except DeviceError as error:
+            raise DeviceFault(f"scrub failed, the manager is poisoned: {error}") from error
 
     def _map_runs(self, runs: list[MapRun], undo: Undo) -> None:
         self.device.map(runs)

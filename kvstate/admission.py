@@ -254,6 +254,8 @@ class Admission(Stepping):
         self._share(seq, start)
         if fresh:
             self._match(seq, start.match)
+        else:
+            self.reuse.doubles.add(seq)
         if range_.number in self.arena.ranges:
             self.arena.unpark(range_)
             self.counters["adoptions"] += 1
@@ -284,6 +286,7 @@ class Admission(Stepping):
         sharing = start.sharing
         if sharing is not None:
             self.spans.shared(sharing, start.range)
+            self.reuse.lined_up(sharing.nodes)
             self.reuse.joined(seq, start.match.nodes[: sharing.blocks])
             self.counters["hit_blocks.alias"] += sharing.blocks
             self.counters["aliased_frames"] += sharing.frames
@@ -298,6 +301,7 @@ class Admission(Stepping):
             self.reuse.onboard(seq.transfer)
             seq.held_tokens = tokens
         seq.nodes, seq.keys = list(nodes), [node.key for node in nodes]
+        seq.editions = [node.edition for node in nodes]
         self.columns.set_lengths(seq.row, tokens)
         self.columns.known[seq.row] = len(nodes) * self.config.tokens_per_block
         if 0 < match.tail_tokens < self.config.tokens_per_block:

@@ -66,7 +66,7 @@ class Node:
     """One block of a prefix. Read it; only the index changes it."""
 
     __slots__ = (
-        "children", "holders", "host_children", "key", "landed", "name", "ordinal", "owner",
+        "children", "edition", "holders", "host_children", "key", "landed", "name", "ordinal", "owner",
         "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
     )  # fmt: skip
 
@@ -87,6 +87,8 @@ class Node:
         """Whose page is canonical on the GPU."""
         self.slot = slot
         """The host slot of its canonical host copy."""
+        self.edition = 0
+        """Whose bytes the canonical ones are; several may have written the same tokens."""
         self.landed = True
         """The bytes are in that slot, not only on the way."""
         self.told: tuple[Medium, ...] = ()

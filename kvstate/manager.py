@@ -162,7 +162,7 @@ class Manager(Admission):
         self.reuse.left(leaving)
         if full < len(seq.keys):
             self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32, block)
-            del seq.keys[full:]
+            del seq.keys[full:], seq.editions[full:]
         self.columns.set_lengths(seq.row, length_tokens)
 
     # Giving memory up.
@@ -199,6 +199,7 @@ class Manager(Admission):
         is the registry's."""
         if passage is not None:
             self.spans.passed(passage)
+            self.reuse.lined_up(passage.nodes)
             self.reuse.passed(seq, passage.span)
 
     def _become_private(self, seq: Sequence, span: Span) -> None:

@@ -87,6 +87,10 @@ class Plan:
     size_bytes = 0
     pieces: Sequence[tuple[int, int, int]] = ()
     """(GPU address, host address, bytes), where the pages do not follow one another."""
+    span: Any = None
+    """Whose frames take the place of others."""
+    scratch = 0
+    """Free addresses, to overwrite those others at."""
     stream: Stream = None
     event: Event = None
 

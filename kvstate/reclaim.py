@@ -22,7 +22,8 @@ from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
 from kvstate.reuse import Reuse
-from kvstate.spans import Span, Spans
+from kvstate.sequence import Sequence
+from kvstate.spans import Sharing, Span, Spans
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.range import PARKED, RESERVED
@@ -35,6 +36,7 @@ _CREATE: Final = MACHINES.cell("frame.create")
 _RELEASE: Final = MACHINES.cell("frame.release")
 _CONDEMN: Final = MACHINES.cell("frame.condemn")
 _SPARE: Final = MACHINES.cell("frame.spare")
+_REMAP: Final = MACHINES.object("sequence.remap")
 _SPILL: Final = MACHINES.object("range.spill")
 _EMPTY_SPAN: Final = MACHINES.object("span.empty")
 _SPILL_SPAN: Final = MACHINES.object("span.spill")
@@ -61,12 +63,15 @@ class Ladder:
         Raises `short` if that cannot succeed.
         """
         gpu = self.gpu
-        if short.needed > gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames:
+        had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
+        if short.needed > had + self._double_frames():
             raise short
         fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
         if fresh > gpu.free:
             self.flight.quiesce()
-            self.spill(max(fresh - gpu.free, self.least_frames), short.uses)
+            self.remap(fresh - gpu.free)
+            if fresh > gpu.free:
+                self.spill(max(fresh - gpu.free, self.least_frames), short.uses)
             self.spill_spans(fresh - gpu.free)
         wanted = fresh + self.ahead_frames * len(short.uses)
         self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
@@ -109,6 +114,43 @@ class Ladder:
         victims = self._victims(wanted, uses or {}, tails)
         if victims:
             self._unmap(victims)
+
+    def _double_frames(self) -> int:
+        """Frames that hold copies of what a span has. O(1) if nobody can have any."""
+        found = 0
+        for seq in tuple(self.reuse.doubles):
+            sharing = self.spans.duplicate(seq)
+            if sharing is not None and seq.range is not None:
+                found += sharing.frames - len(seq.range.aliases.states)
+            elif seq.transfer is None:
+                self.reuse.doubles.discard(seq)
+        return found
+
+    def remap(self, wanted: int) -> None:
+        """Map spans where sequences have copies of them, until that many frames are in the pool.
+        Only right after a quiesce."""
+        for seq in sorted(self.reuse.doubles, key=lambda seq: seq.uid):
+            sharing = self.spans.duplicate(seq)
+            if wanted > 0 and sharing is not None:
+                wanted -= self._remap(seq, sharing)
+
+    def _remap(self, seq: Sequence, sharing: Sharing) -> int:
+        range_ = seq.range
+        assert range_ is not None
+        count = sharing.frames - len(range_.aliases.states)
+        scratch = self.arena.addresses.find(count)
+        if scratch is None:
+            return 0
+        plan = self.flight.plan()
+        plan.span, plan.scratch = sharing.span, scratch * self.arena.geometry.frame_bytes
+        duplicates = ((range_.frames, 0, count, self.gpu.pool),)
+        plan.operands = self.spans.remapping(sharing, seq) | {"duplicates": duplicates}
+        plan.move(_REMAP, seq)
+        self.actor.run(plan)
+        plan.settle()
+        self.spans.remapped(sharing, range_)
+        self.flight.counters["remaps"] += count
+        return count
 
     def spill_spans(self, wanted: int, *, all_of_them: bool = False) -> None:
         """Give up spans until that many frames are in the pool. Only right after a quiesce.
@@ -162,12 +204,16 @@ class Ladder:
         self.spans.emptied(span)
 
     def unalias(self, home: Range | None) -> None:
-        """Unmap what parked ranges alias of the span of a running sequence."""
+        """Unmap what parked ranges alias of a span that is at home there, spans behind it too."""
         span = None if home is None else home.home_of
         if span is None or not span.holders:
             return
         self.flight.quiesce()
         for range_ in tuple(span.holders.values()):
+            if range_.home_of is not None:
+                self.unalias(range_)
+                self._spill_span(range_.home_of)
+                continue
             if range_.frames.ids:
                 self._unmap([(range_, 0, len(range_.frames.ids))])
             self._unshare(range_)

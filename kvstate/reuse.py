@@ -90,10 +90,14 @@ class Reuse:
         forgotten."""
         self.mirrors = mode == "on_commit"
         """Whether committed pages are copied out at once."""
+        self._editions = 0
+        """How many pages were written so far that were committed."""
         self._bare: list[tuple[Node, Sequence]] = []
         """Blocks that were committed since the last copies."""
         self._seen: list[tuple[Node, Sequence]] = []
         """Blocks on the host that somebody has committed since, not yet promoted."""
+        self.doubles: set[Sequence] = set()
+        """Sequences that may have copies of what a span has."""
         self.lines: dict[Node, dict[int, Sequence]] = {}
         """Who else has a page with the same tokens as a block, the first in line first."""
         self.counters: Counter[str] = flight.counters
@@ -166,7 +170,9 @@ class Reuse:
         """The commit has happened: the index follows."""
         if not self.enabled:
             return
-        nodes = seq.nodes
+        nodes, fresh_pages = seq.nodes, len(seq.keys) - len(seq.editions)
+        seq.editions += range(self._editions + 1, self._editions + fresh_pages + 1)
+        self._editions += fresh_pages
         for node in nodes[naming.alive :]:
             self._step_out(node, seq)
         del nodes[naming.alive :]
@@ -178,6 +184,8 @@ class Reuse:
         if naming.keys:
             fresh = self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
             nodes += fresh
+            for node in fresh:
+                node.edition = seq.editions[node.ordinal]
             if self.mirrors and seq.identity.weights_epoch == self.epoch:
                 self._bare += [(node, seq) for node in fresh]
 
@@ -215,6 +223,7 @@ class Reuse:
         return [(node, next(iter(line.values()))) for node, line in lines if line]
 
     def _line_up(self, node: Node, seq: Sequence) -> None:
+        self.doubles.add(seq)
         self.lines.setdefault(node, {})[seq.uid] = seq
 
     def _step_out(self, node: Node, seq: Sequence) -> None:
@@ -230,12 +239,25 @@ class Reuse:
         seq = leaving.seq
         for node in seq.nodes[leaving.low :]:
             self._step_out(node, seq)
-        for node, heir in leaving.inherited:
-            self._step_out(node, heir)
-            self.index.lose_owner(node, seq, heir)
+        self._inherited_from(seq, leaving.inherited)
         del seq.nodes[leaving.low :]
-        self._drop_copies(leaving.inherited)
+        if not leaving.low:
+            self.doubles.discard(seq)
         self._bereave(leaving.lost, seq)
+
+    def _inherited_from(self, owner: object, inherited: list[tuple[Node, Sequence]]) -> None:
+        """These blocks have the heirs' pages as canonical ones."""
+        for node, heir in inherited:
+            self._step_out(node, heir)
+            self.index.lose_owner(node, owner, heir)
+        self._drop_copies(self._changed(inherited))
+
+    def _changed(self, found: list[tuple[Node, Sequence]]) -> list[tuple[Node, Sequence]]:
+        """Those whose new canonical page has bytes of somebody else than the old one."""
+        changed = [pair for pair in found if pair[0].edition != pair[1].editions[pair[0].ordinal]]
+        for node, heir in changed:
+            node.edition = heir.editions[node.ordinal]
+        return changed
 
     def _bereave(self, lost: list[Node], owner: object) -> None:
         """Blocks have no owner any more: they stay as far as the host has them."""
@@ -250,6 +272,11 @@ class Reuse:
         for node in span.nodes:
             self.index.lose_owner(node, seq, span)
 
+    def lined_up(self, nodes: Iterable[Node]) -> None:
+        """A span has these blocks now: others may have copies of them."""
+        for node in nodes:
+            self.doubles.update(self.lines.get(node, {}).values())
+
     def joined(self, seq: Sequence, nodes: list[Node]) -> None:
         """The sequence has pages of these blocks too."""
         for node in nodes:
@@ -262,10 +289,7 @@ class Reuse:
         for run in _pages(inherited):
             plan.fire(_PROMOTE, *run)
         plan.settle()
-        for node, heir in inherited:
-            self._step_out(node, heir)
-            self.index.lose_owner(node, span, heir)
-        self._drop_copies(inherited)
+        self._inherited_from(span, inherited)
         self._bereave(span.nodes[len(inherited) :], span)
 
     # Pages on the host that are nobody's.
@@ -331,7 +355,7 @@ class Reuse:
         found = [*{node: (node, seq) for node, seq in seen[::-1] if self._idle(node, seq)}.values()]
         if found:
             self._promote(found)
-            self._drop_copies(found)
+            self._drop_copies(self._changed(found))
             self.counters["promotions"] += len(found)
 
     def _idle(self, node: Node, seq: Sequence) -> bool:
@@ -421,6 +445,7 @@ class Reuse:
             self._step_out(node, heir)
             self.index.give_owner(node, heir)
             self.index.lose_slot(node)
+        self._changed(inherited)
         if lost:
             freed = set(slots_of(transfer.slots))
             self.free([slot for slot in self._cut(lost[0]) if slot not in freed])
@@ -508,6 +533,7 @@ class Reuse:
         inherited = self._inherited(nodes)
         if inherited:
             self._promote(inherited)
+            self._changed(inherited)
 
     def free(self, slots: list[int]) -> None:
         """Free slots of pages that cannot be found any more; those that a copy names, later."""

@@ -127,7 +127,8 @@ class Sequence:
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
-        "_life", "columns", "commits", "extent_frames", "extras", "held_tokens", "identity",
+        "_life", "columns", "commits", "editions", "extent_frames", "extras", "held_tokens",
+        "identity",
         "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt", "range", "row",
         "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
@@ -163,6 +164,8 @@ class Sequence:
         self.stream: Stream = None
         self.keys: list[bytes] = []
         """The token ids of each committed block, as int32 bytes."""
+        self.editions: list[int] = []
+        """Whose bytes each committed block has: a number of its own, or that of what it copied."""
         self.nodes: list[Node] = []
         """What the index calls each committed block. One that is gone from it is of no use."""
 
@@ -289,6 +292,7 @@ class Sequence:
         self.columns.known[self.row] = 0
         self.columns.set_lengths(self.row, 0)
         self.slots, self.keys, self.nodes, self.held_tokens = (), [], [], 0
+        self.editions = []
         self.matched_tokens = 0
 
     # What a caller does.

@@ -23,7 +23,8 @@ from kvstate.keys import ID_BYTES
 from kvstate.plan import Cells, Frames
 from kvstate.runs import Operands
 from kvstate.sequence import Columns, Sequence
-from kvstate.spec.page import COMMITTED
+from kvstate.spec.alias import ALIASED
+from kvstate.spec.page import COMMITTED, PRIVATE
 from kvstate.spec.sequence import ACTIVE
 from kvstate.spec.span import LIVE, REGISTERED
 
@@ -65,8 +66,11 @@ class Span:
 
     @property
     def users(self) -> int:
-        """Those of them that sequences have."""
-        return sum(range_.owner is not None for range_ in self.holders.values())
+        """Those of them that sequences have, or that are the home of a span that sequences map."""
+        return sum(
+            range_.owner is not None or (range_.home_of is not None and range_.home_of.users > 0)
+            for range_ in self.holders.values()
+        )
 
     @property
     def base(self) -> int:
@@ -160,11 +164,14 @@ class Spans:
         states = seq.pages.states[first:end]
         return states.count(COMMITTED.code) == len(states)
 
-    def operands(self, sharing: Sharing, range_: Range, pages: Cells) -> Operands:
-        """What mapping it into a range means. A fresh range gets the aliases, still VACANT."""
-        span, aliases = sharing.span, range_.aliases
-        found: Operands = {"sharing": (span,), "aliased": ((pages, 0, sharing.blocks),)}
-        if range_.span is None:
+    def operands(
+        self, sharing: Sharing, range_: Range, pages: Cells, first: int | None = None
+    ) -> Operands:
+        """What mapping it into a range means, which has the `first` frames of it already. A fresh
+        range gets the aliases, still VACANT."""
+        span, aliases, low = sharing.span, range_.aliases, self._blocks(first or 0)
+        found: Operands = {"sharing": (span,), "aliased": ((pages, low, sharing.blocks),)}
+        if range_.span is None and first is None:
             aliases.states = bytearray(sharing.frames)
             range_.span = span
             found["shared"] = ((aliases, 0, sharing.frames),)
@@ -194,6 +201,42 @@ class Spans:
         self.clock += 1
         for one in _chain(span):
             one.used = self.clock
+
+    # Remapping.
+
+    def duplicate(self, seq: Sequence) -> Sharing | None:
+        """What a sequence has copies of and could map instead, at the same addresses."""
+        range_ = seq.range
+        if range_ is None or range_.home_of is not None or seq.transfer is not None:
+            return None
+        first = len(range_.aliases.states)
+        blocks = seq.committed_tokens // self.geometry.tokens_per_block
+        sharing = self.sharing([node for node in seq.nodes[:blocks] if node.findable])
+        if sharing is None or sharing.frames <= first or sharing.span.home is range_:
+            return None
+        low, high = self._blocks(first), sharing.blocks
+        pages = seq.pages.states[low:high]
+        copies = pages.count(PRIVATE.code) == len(pages)
+        same = seq.editions[low:high] == [node.edition for node in seq.nodes[low:high]]
+        before = [] if range_.span is None else range_.span.ids(first)
+        return sharing if copies and same and sharing.span.ids(first) == before else None
+
+    def remapping(self, sharing: Sharing, seq: Sequence) -> Operands:
+        """What it means to map that much where the sequence has its copies."""
+        range_ = seq.range
+        assert range_ is not None
+        first = len(range_.aliases.states)
+        vacant = Cells(range_, bytearray(sharing.frames - first))
+        found = self.operands(sharing, range_, seq.pages, first)
+        return found | {"shared": ((vacant, 0, len(vacant.states)),)}
+
+    def remapped(self, sharing: Sharing, range_: Range) -> None:
+        """The frames are mapped in place of the sequence's own."""
+        if range_.span is not None:
+            del range_.span.holders[range_.number]
+        range_.aliases.states = bytearray([ALIASED.code]) * sharing.frames
+        range_.span = sharing.span
+        self.shared(sharing, range_)
 
     # Leaving.
 

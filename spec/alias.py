@@ -21,6 +21,7 @@ ALIAS: Final = Table(
     rows=(
         Row("share", VACANT, ALIASED, "a sequence begins with what the span has",
             action="alias", failure="what this call mapped is unmapped again"),
+        Row("remap", VACANT, ALIASED, "a sequence gives its own copies up for the span's frames"),
         Row("unshare", ALIASED, VACANT, "nobody uses the range, and the span is given up",
             action="unmap", after=("quiesce",), failure="everything stays as it was"),
     ),

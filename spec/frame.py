@@ -69,6 +69,8 @@ FRAME: Final = Table(
         Row("delist", LIVE_SPAN, MAPPED, "nobody else maps it, and its sequence writes it again"),
         Row("pass", MAPPED, SPAN, "its sequence leaves it to whoever has the same prefix"),
         Row("pass", LIVE_SPAN, SPAN, "its sequence leaves it to those who map it"),
+        Row("remap", MAPPED, POOLED, "a span has the same prefix: its frames take this one's place",
+            action="remap", after=("quiesce",), failure="the sequence has its own frames again"),
         Row("wipe", SPAN, SPAN, "its span is given up; its bytes are nobody's",
             action="scrub", failure="the manager is poisoned: old bytes would be readable"),
         Row("unmap", SPAN, POOLED, "its span is given up, and the device is quiet",

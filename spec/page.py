@@ -200,6 +200,7 @@ PAGE: Final = Table(
             (DROPPED, ALIASED),
             why="a hit: a newcomer with the same prefix maps the frames of a span",
         ),
+        Row("remap", PRIVATE, ALIASED, "a span has the canonical page; the copy is given up"),
         Row("pin", VACANT, PINNED, "its owner leaves it to whoever has the same prefix"),
         Row("unpin", PINNED, VACANT, "its span is given up"),
         # Giving up bytes, with the owner alive.

@@ -43,6 +43,8 @@ SEQUENCE: Final = Table(
             guard=~writing),
         Row("fork", ACTIVE, ACTIVE, "another sequence begins with all that it has",
             guard=~loading),
+        Row("remap", ACTIVE, ACTIVE, "memory is short, and a span has what it has copies of",
+            guard=~loading),
         Row("grow", ACTIVE, ACTIVE, "capacity is mapped and charged"),
         Row("shrink", ACTIVE, ACTIVE, "capacity that holds no tokens is given back"),
         Row("rewind", ACTIVE, ACTIVE, "tokens are taken back; the blocks become writable",

@@ -12,6 +12,7 @@ ACTIONS: Final = {
     "create": "allocate physical frames",
     "unmap": "take frames out of an address range; the frames keep no bytes that anybody may read",
     "alias": "put frames of a span at the beginning of an address range, read-only",
+    "remap": "put frames of a span, read-only, where a sequence has its own copies of them",
     "map": "put frames at the end of an address range",
     "copy_out": "copy the written tokens of a run of pages from the GPU to their host slots",
     "copy_in": "copy a run of pages from their host slots to the GPU",

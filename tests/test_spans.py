@@ -13,7 +13,7 @@ import pytest
 from kvstate import Manager, Sequence
 from kvstate.device import ByteDevice, MapRun
 from kvstate.errors import DeviceError, IllegalTransition, OutOfFrames
-from kvstate.gpu import open_device
+from kvstate.gpu import HostDevice, open_device
 from kvstate.spec.facts import View
 from kvstate.spec.laws import LAWS
 from kvstate.view import view
@@ -325,3 +325,66 @@ def test_the_laws_notice(open_manager: Open) -> None:
     second.identity = kv.create([1], 4, salt=b"x").identity
     assert law(23, view(kv))
     second.identity = first.identity
+
+
+# Copies that a span makes needless.
+
+
+def doubled(open_manager: Open, **changes: object) -> tuple[Manager, list[Sequence]]:
+    """Two sequences that loaded the same prefix at the same time, and a third that maps one's."""
+    kv = open_manager(**{"frames": 10, "slots": 8} | changes)
+    said(kv, LONG).close()
+    kv.poll()
+    seqs = [kv.create([*LONG[:14], at, at]) for at in range(2)]
+    for seq in seqs:
+        seq.resume()
+    kv.poll()
+    kv.trim()
+    seqs.append(more(kv, LONG))
+    assert kv.stats().frame_charges == {"sequence": 9}
+    return kv, seqs
+
+
+def test_copies_of_a_span_give_way_first(open_manager: Open) -> None:
+    kv, seqs = doubled(open_manager)
+    quiesces = kv.stats().done.get("quiesces", 0)
+    hungry = more(kv, [9])
+    hungry.resize(16)
+    assert kv.stats().done["remaps"] == 3
+    assert kv.stats().done["quiesces"] == quiesces + 1
+    assert [seq.shared_tokens for seq in seqs] == [12, 12, 12]
+    assert all(wrong(kv, seq, LONG[:14]) == 0 for seq in seqs)
+    assert not kv.reuse.doubles or kv.spans.duplicate(next(iter(kv.reuse.doubles))) is None
+
+
+def test_nothing_is_remapped_while_nothing_is_short(open_manager: Open) -> None:
+    kv, _ = doubled(open_manager, frames=14)
+    more(kv, [9]).resize(16)
+    assert "remaps" not in kv.stats().done
+
+
+def test_a_remap_that_fails_leaves_the_copy(open_manager: Open) -> None:
+    device = HostDevice()
+    kv, seqs = doubled(open_manager, device=device)
+    hungry = more(kv, [9])
+    device.fail_next("map")
+    with pytest.raises(DeviceError):
+        hungry.resize(16)
+    assert sorted(seq.shared_tokens for seq in seqs) == [0, 12, 12]
+    assert all(wrong(kv, seq, LONG[:14]) == 0 for seq in seqs)
+    hungry.resize(16)
+
+
+def test_a_page_that_somebody_computed_is_not_replaced(open_manager: Open) -> None:
+    """The same tokens, but not the same bytes: two computed them at once."""
+    kv = open_manager(frames=11, slots=0)
+    seqs = [kv.create(max_tokens=16) for _ in range(2)]
+    for seq in seqs:
+        seq.resume()
+        go_on(kv, seq, LONG)
+    third = more(kv, LONG)
+    assert third.shared_tokens == 12
+    hungry = more(kv, [9])
+    with pytest.raises(OutOfFrames):
+        hungry.resize(16)
+    assert sorted(seq.shared_tokens for seq in seqs) == [0, 12]
