@@ -87,6 +87,7 @@ class Admission(Stepping):
         adapter: Adapter = None,
         extra_keys: Extras | None = None,
         commit: bool = True,
+        reserve: bool = False,
     ) -> Sequence:
         """Admit a sequence of at most `max_tokens` tokens. It holds no memory yet.
 
@@ -95,8 +96,10 @@ class Admission(Stepping):
         (it may be gone by then, report B79), afterwards for sure. `salt` names its tenant and
         `adapter` its adapter: nothing is found across them. `extra_keys` says of blocks, by their
         number, what their bytes depend on besides tokens (the digest of an image, say). With
-        `commit=False` its blocks stay writable and private. Raises OutOfRows, or OutOfFrames if it
-        could not even run alone (report B140).
+        `commit=False` its blocks stay writable and private. With `reserve` it is let in only if all
+        its `max_tokens` fit beside what others have reserved or hold, and then it never waits for
+        memory in the middle. Raises OutOfRows, or OutOfFrames if it could not even run alone
+        (report B140).
         """
         self._enter()
         prompt = token_bytes(() if prompt_tokens is None else prompt_tokens)
@@ -104,6 +107,7 @@ class Admission(Stepping):
         identity = Identity(salt, adapter, self.reuse.epoch)
         tokens = self.config.max_tokens if max_tokens is None else max_tokens
         seq = self._admit(prompt, tokens, identity, extras, commit=commit)
+        seq.reserves = reserve
         seq.matched_tokens = self._tokens(self._match_of(seq))
         return seq
 
@@ -193,6 +197,20 @@ class Admission(Stepping):
         limit = self.config.max_utilization_for_resume * self.gpu.budget_frames
         kept = self.gpu.in_spans - self.spans.frames_without(sharing)
         return self.gpu.charged + kept + frames <= limit
+
+    def _unpromised(self, sharing: Sharing | None = None) -> int:
+        """Frames that no sequence has and that none was promised. O(sequences)."""
+        kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=True)
+        return self.gpu.budget_frames - self.gpu.charged - kept - self._promised()
+
+    def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:
+        """How many more sequences of that length could all run to their end now, if each maps the
+        same `shared_tokens` that somebody has already. Whole frames are shared, as in `resume`."""
+        self._enter()
+        unit = self.spans.unit_frames
+        shared = self.geometry.tokens_frames(shared_tokens) // unit * unit
+        each = max(1, self.geometry.frames(max_tokens) - shared)
+        return max(0, self._unpromised() // each)
 
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
@@ -319,7 +337,7 @@ class Admission(Stepping):
         self, chosen: ObjectRow, seq: Sequence, stream: Stream, parent: Sequence | None
     ) -> Start:
         match = self._beginning(seq, parent)
-        nodes, sharing = match.nodes, self.spans.sharing(match.nodes)
+        nodes, sharing = match.nodes, self._sharing(seq, match)
         shared = 0 if sharing is None else sharing.blocks
         copied = nodes[shared:]
         tokens = seq.held_tokens or self._tokens(match)
@@ -356,6 +374,19 @@ class Admission(Stepping):
             return NOTHING
         return self._match_of(seq)
 
+    def _whole(self, seq: Sequence, sharing: Sharing | None) -> int:
+        """The frames of its own that a sequence of full length needs."""
+        return self.geometry.frames(seq.max_tokens) - (0 if sharing is None else sharing.frames)
+
+    def _sharing(self, seq: Sequence, match: Match) -> Sharing | None:
+        """What of the match is mapped; nothing if a copy is faster and memory is plenty."""
+        sharing, share = self.spans.sharing(match.nodes), self.config.gpu.copy_share
+        if sharing is None or share == 1:
+            return sharing
+        mapped = self.arena.fitting(seq.extent_frames, (sharing.span.number, sharing.frames))
+        free = self.gpu.free + self.gpu.parked - sharing.frames
+        return None if mapped is None and free >= share * self.gpu.budget_frames else sharing
+
     def _range_for(
         self, seq: Sequence, tokens: int, sharing: Sharing | None
     ) -> tuple[Range, bool, int]:
@@ -365,6 +396,9 @@ class Admission(Stepping):
         needed = max(1, frames - (0 if sharing is None else sharing.frames))
         if not self._admits(needed, sharing):
             raise self._short(str(seq), needed, "gate")
+        whole = self._whole(seq, sharing) if seq.reserves else needed
+        if (seq.reserves or self._promised()) and whole > self._unpromised(sharing):
+            raise self._short(str(seq), whole, "reserve")
         begins = None if sharing is None else (sharing.span.number, sharing.frames)
         parked = self.arena.fitting(extent, begins) if self.config.adopt else None
         range_ = parked or self.arena.vacant(extent)

@@ -51,7 +51,10 @@ class GpuTier:
     the address reservation; by default twice what `max_sequences` of full length take.
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
     reads, and under steady pressure every reclaim is a quiesce. `protected_share` of the budget is
-    kept for the prefixes that were shared last, while more than one sequence runs.
+    kept for the prefixes that were shared last, while more than one sequence runs. While at least
+    `copy_share` of it is free, a prefix is copied instead of mapped unless a parked range has it
+    mapped already: a copy takes less time than mappings (docs/gpu.md), and memory is plenty. 1
+    means never.
     """
 
     budget_bytes: int
@@ -59,6 +62,7 @@ class GpuTier:
     map_ahead_frames: int = 0
     reclaim_frames: int = 16
     protected_share: float = 0.05
+    copy_share: float = 1.0
     arena_bytes: int | None = None
 
 
@@ -127,6 +131,8 @@ class Config:
             raise ConfigError(
                 f"protected_share is {self.gpu.protected_share}: not from 0 to below 1"
             )
+        if not 0 <= self.gpu.copy_share <= 1:
+            raise ConfigError(f"copy_share is {self.gpu.copy_share}: not from 0 to 1")
         Geometry(self)
 
 
@@ -184,6 +190,10 @@ class Geometry:
     def frames(self, tokens: int) -> int:
         """The frames that back that many tokens from a range's base."""
         return -(-tokens * self.row_bytes // self.frame_bytes)
+
+    def tokens_frames(self, tokens: int) -> int:
+        """The frames that so many tokens from a range's base fill whole."""
+        return tokens * self.row_bytes // self.frame_bytes
 
     def blocks(self, tokens: int) -> int:
         """The blocks that hold that many tokens."""

@@ -134,8 +134,30 @@ class Core:
             if not self.reuse.make_room(wanted, short.spare):
                 self.reuse.make_room(short.needed)
 
+    def _promised(self) -> int:
+        """Frames that running sequences were promised and do not have yet."""
+        return sum(seq.promised_frames for seq in self.sequences.values() if seq.reserves)
+
+    def _check_promises(self, what: object, uses: dict[Range, int]) -> None:
+        """Nobody takes what somebody else was promised."""
+        promised = self._promised()
+        if not promised:
+            return
+        takes = {range_: max(0, end - range_.used) for range_, end in uses.items()}
+        needed = sum(takes.values())
+        own = sum(
+            min(take, range_.owner.promised_frames)
+            for range_, take in takes.items()
+            if range_.owner is not None
+        )
+        gpu = self.gpu
+        had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
+        if needed - own > had - promised:
+            raise self._short(str(what), needed, "reserve")
+
     def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
         """An empty plan that is going to charge each range up to that frame."""
+        self._check_promises(what, uses)
         plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
         for range_, end in uses.items():
             fresh = end - range_.mapped

@@ -34,9 +34,9 @@ class CapacityError(KvStateError):
 class OutOfFrames(CapacityError):
     """GPU memory is short.
 
-    `needed` frames were to become charged; `free` could be had at once, `reclaimable` are parked,
-    `coming` wait for issued work. `place` is the check that refused: `gate`, `budget`, `limit` or
-    `addresses`.
+    `needed` frames were to become charged; `free` could be had at once, `reclaimable` are parked or
+    in spans, `coming` wait for issued work. `place` is the check that refused: `gate`, `budget`,
+    `reserve`, `limit` or `addresses`.
     """
 
     def __init__(

@@ -66,8 +66,8 @@ class Node:
     """One block of a prefix. Read it; only the index changes it."""
 
     __slots__ = (
-        "children", "edition", "holders", "host_children", "key", "landed", "name", "ordinal", "owner",
-        "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
+        "children", "edition", "holders", "host_children", "key", "landed", "name", "ordinal",
+        "owner", "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
     )  # fmt: skip
 
     def __init__(

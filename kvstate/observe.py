@@ -168,7 +168,7 @@ class Recorder:
         return trace.Create(
             seq=seq.uid if seq else 0, max_tokens=tokens, prompt=prompt, salt=args["salt"].hex(),
             adapter=_adapter(args["adapter"]), extra_keys=_extras(args["extra_keys"]),
-            commit=args["commit"],
+            commit=args["commit"], reserve=args["reserve"],
         )  # fmt: skip
 
     def _fork(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:

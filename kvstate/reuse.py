@@ -250,7 +250,8 @@ class Reuse:
         for node, heir in inherited:
             self._step_out(node, heir)
             self.index.lose_owner(node, owner, heir)
-        self._drop_copies(self._changed(inherited))
+        stale = self._changed(inherited) + [pair for pair in inherited if pair[1].range is None]
+        self._drop_copies(stale)
 
     def _changed(self, found: list[tuple[Node, Sequence]]) -> list[tuple[Node, Sequence]]:
         """Those whose new canonical page has bytes of somebody else than the old one."""
@@ -376,10 +377,12 @@ class Reuse:
             self.index.give_owner(node, heir)
 
     def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
-        """Other pages are canonical than those that the host has copies of."""
-        slots = [node.slot for node, _ in found if node.slot is not None]
+        """Other pages are canonical than those that the host has copies of, or pages that are on
+        the host themselves."""
+        slots = []
         for node, _ in found:
             if node.slot is not None:
+                slots.append(node.slot)
                 self.index.lose_slot(node)
         self.free(slots)
         if self.mirrors:

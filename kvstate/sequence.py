@@ -128,9 +128,8 @@ class Sequence:
 
     __slots__ = (
         "_life", "columns", "commits", "editions", "extent_frames", "extras", "held_tokens",
-        "identity",
-        "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt", "range", "row",
-        "slots", "state", "stream", "transfer", "uid",
+        "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt",
+        "range", "reserves", "row", "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
 
     def __init__(
@@ -145,6 +144,8 @@ class Sequence:
         life."""
         self.extras: Extras = {}
         """What some blocks depend on besides token ids, by number."""
+        self.reserves = False
+        """It was promised room for all its tokens when it was let in."""
         self.matched_tokens = 0
         """Tokens of its prompt whose bytes somebody else had written. Known for sure after
         `resume`."""
@@ -283,6 +284,13 @@ class Sequence:
         mapped = span is not None and span.users
         frames = span.end if span is not None and mapped else len(range_.aliases.states)
         return geometry.tokens(frames)
+
+    @property
+    def promised_frames(self) -> int:
+        """Frames that it may still ask for and nobody else may have."""
+        if not self.reserves or self.range is None:
+            return 0
+        return max(0, self.kv.geometry.frames(self.max_tokens) - self.range.used)
 
     def forget_tokens(self) -> None:
         """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""

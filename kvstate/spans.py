@@ -293,18 +293,18 @@ class Spans:
 
     def spillable(self, *, all_of_them: bool = False) -> list[Span]:
         """The spans that a reclaim may give up, in this order: no sequence maps them, and they are
-        not among the latest used that make up the protected share. O(n log n) in the spans."""
+        not among the latest used that make up the protected share, which one sequence alone may
+        have too. O(n log n) in the spans."""
         chosen: list[Span] = []
-        kept = set() if all_of_them else set(self._protected())
+        alone = self.columns.states.count(ACTIVE.code) <= 1
+        kept = set(self._protected(0 if all_of_them or alone else self.protected_frames))
         for span in sorted(self.registered.values(), key=lambda s: (s.used, -s.first_frame)):
             if span not in kept and all(_idle(range_, chosen) for range_ in span.holders.values()):
                 chosen.append(span)
         return chosen
 
-    def _protected(self) -> Iterator[Span]:
-        """The latest used, as far as they fit in the share. One sequence alone may have it all."""
-        alone = self.columns.states.count(ACTIVE.code) <= 1
-        left = 0 if alone else self.protected_frames
+    def _protected(self, left: int) -> Iterator[Span]:
+        """The latest used, as far as they fit in so many frames."""
         full = [span for span in self.registered.values() if span.state == REGISTERED.code]
         for span in sorted(full, key=lambda s: (-s.used, s.first_frame)):
             left -= span.own_frames
@@ -321,11 +321,13 @@ class Spans:
             return {}
         return {"ending": (span,), "delisted": ((span.home.frames, 0, span.own_frames),)}
 
-    def frames_without(self, sharing: Sharing | None) -> int:
-        """Frames that a reclaim can take from spans if that much is mapped once more."""
+    def frames_without(self, sharing: Sharing | None, *, competing: bool = False) -> int:
+        """Frames that a reclaim can take from spans if that much is mapped once more; if somebody
+        is `competing`, the protected share is none of them."""
         if not self.registered:
             return 0
         kept = set(_chain(None if sharing is None else sharing.span))
+        kept |= set(self._protected(self.protected_frames)) if competing else set()
         return frames_of(span for span in self.spillable() if span not in kept)
 
     @property

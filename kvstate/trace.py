@@ -79,6 +79,7 @@ class Create(Call, frozen=True, kw_only=True):
     extra_keys: dict[str, list[str]] = {}
     """The fields of each block that has any, in hexadecimal, by the number of the block."""
     commit: bool = True
+    reserve: bool = False
 
 
 class Fork(Call, frozen=True, kw_only=True):

@@ -76,6 +76,7 @@ def _sequence(seq: Sequence) -> SequenceFact:
         transfer=None if seq.transfer is None else seq.transfer.token,
         committing=seq.committing,
         tenant=seq.identity.code,
+        promised=seq.promised_frames,
         keys=tuple(seq.keys),
         blocks=tuple(id(node) if node.findable else None for node in seq.nodes),
     )

@@ -32,6 +32,8 @@ class SequenceFact:
     transfer: int | None
     committing: bool
     tenant: bytes
+    promised: int
+    """Frames that it may still ask for, because they were promised to it."""
     keys: tuple[bytes, ...]
     """The token ids of each committed block, as bytes."""
     blocks: tuple[int | None, ...]

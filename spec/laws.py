@@ -415,6 +415,12 @@ def progress(view: View, error: Any) -> Iterator[str]:
         had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view)
         if error.needed <= had:
             yield f"refused {error.needed} frames with {had} free, parked, coming or in spans"
+    if place == "reserve":
+        codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
+        had = sum(view.frame_counts[state.code] for state in codes)
+        promised = sum(seq.promised for seq in view.sequences)
+        if error.needed <= had - promised:
+            yield f"refused {error.needed} of {had} frames, {promised} of which are promised"
     if place == "host" and hasattr(error, "needed"):
         states = (
             host.FREE, host.DRAINING, host.STALE, host.STALE_HELD, host.FILLING, host.MIRROR,
@@ -447,6 +453,16 @@ def _spare_spans(view: View) -> int:
             if ranges[number].owner is not None or home in kept:
                 kept.add(one.number)
     return sum(size for number, size in sizes.items() if number not in kept)
+
+
+@_law(12, "promises", "always", "what was promised can be had")
+def promises_hold(view: View) -> Iterator[str]:
+    """What running sequences may still ask for is free, parked, coming or in spans that can go."""
+    codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
+    had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view)
+    promised = sum(seq.promised for seq in view.sequences)
+    if promised > had:
+        yield f"{promised} frames were promised, {had} can be had"
 
 
 @_law(16, "counters are sums", "always", "a number beside a state agrees with the states")

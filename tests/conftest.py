@@ -21,7 +21,13 @@ def small(
     frames: int = 8, slots: int = 16, block: int = 2, max_tokens: int = 16, **changes: Any
 ) -> Config:
     """A configuration with four tokens a frame."""
-    names = ("map_ahead_frames", "arena_bytes", "reclaim_frames", "protected_share")
+    names = (
+        "map_ahead_frames",
+        "arena_bytes",
+        "reclaim_frames",
+        "protected_share",
+        "copy_share",
+    )
     gpu: dict[str, Any] = {"reclaim_frames": 1}
     gpu |= {name: changes.pop(name) for name in names if name in changes}
     rest: dict[str, Any] = {

@@ -303,3 +303,60 @@ def test_a_newcomer_becomes_canonical_where_only_the_host_had_it(open_manager: O
     assert pages(computed)[:4] == ["COMMITTED"] * 4
     assert kv.stats().done["promotions"] == 8
     assert np.all(np.array(list(kv.host.cells.states)) == 0), "those were another's bytes"
+
+
+# Room that is promised, and whether a prefix is mapped or copied.
+
+
+def test_a_promise_is_kept_whatever_others_ask_for(open_manager: Open) -> None:
+    kv = open_manager(frames=8, slots=0)
+    promised = kv.create(max_tokens=16, reserve=True)
+    promised.resume()
+    greedy = kv.create(max_tokens=16)
+    greedy.resume()
+    greedy.resize(16)
+    third = kv.create(max_tokens=16)
+    with pytest.raises(OutOfFrames, match="refused by the reserve"):
+        third.resume()
+    greedy.close()
+    third.resume()
+    third.resize(16)
+    promised.resize(16)
+    assert kv.stats().refusals == {"reserve": 1}
+
+
+def test_two_that_would_wait_for_each_other_are_not_both_let_in(open_manager: Open) -> None:
+    kv = open_manager(frames=7, slots=0)
+    first, second = (kv.create(max_tokens=16, reserve=True) for _ in range(2))
+    first.resume()
+    with pytest.raises(OutOfFrames, match="needs 4 frames"):
+        second.resume()
+    first.resize(16)
+    first.close()
+    second.resume()
+    second.resize(16)
+
+
+def test_how_many_of_a_shape_fit(open_manager: Open) -> None:
+    kv = open_manager(frames=16, slots=0)
+    assert (kv.fits(16), kv.fits(4), kv.fits(16, shared_tokens=12)) == (4, 16, 16)
+    said(kv, LONG)
+    assert kv.fits(16, shared_tokens=12) == 12
+    for at in range(7):
+        seq = kv.create([*LONG[:12], at], 16)
+        seq.resume()
+        seq.resize(16)
+    assert kv.fits(16, shared_tokens=12) == 5
+
+
+def test_a_prefix_is_copied_while_memory_is_plenty(open_manager: Open) -> None:
+    kv = open_manager(frames=16, slots=0, copy_share=0.5)
+    said(kv, LONG)
+    plenty = kv.create([*LONG[:12], 1], 16)
+    plenty.resume()
+    kv.poll()
+    assert (plenty.matched_tokens, plenty.shared_tokens) == (12, 0)
+    scarce = kv.create([*LONG[:12], 2], 16)
+    scarce.resume()
+    assert (scarce.matched_tokens, scarce.shared_tokens) == (12, 12)
+    assert wrong(kv, plenty, LONG[:12]) == wrong(kv, scarce, LONG[:12]) == 0

@@ -30,7 +30,7 @@ from kvstate.spec.coupling import TABLES
 from kvstate.spec.laws import LAWS
 
 EPISODE_CALLS: Final = 160
-REFUSALS: Final = ("gate", "budget", "limit", "addresses", "HostExhausted", "OutOfRows")
+REFUSALS: Final = ("gate", "budget", "reserve", "limit", "addresses", "HostExhausted", "OutOfRows")
 ROWS: Final = tuple(row_key(table.name, row) for table in TABLES.values() for row in table.rows)
 STATES: Final = tuple(
     f"{table.name}.{state}" for table in TABLES.values() for state in table.states

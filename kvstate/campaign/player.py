@@ -239,7 +239,7 @@ class Player:
         extras = {int(at): tuple(map(bytes.fromhex, found)) for at, found in fields}
         seq = self.kv.create(
             call.prompt, call.max_tokens, salt=salt, adapter=adapter, extra_keys=extras,
-            commit=call.commit,
+            commit=call.commit, reserve=call.reserve,
         )  # fmt: skip
         block, tenant = self.config.tokens_per_block, repr((salt, adapter)).encode()
         story = Story(

@@ -55,6 +55,7 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
         frames * frame_bytes, frame_bytes, map_ahead_frames=random.choice((0, 0, 1, 3)),
         reclaim_frames=random.choice((1, 1, 4)),
         protected_share=random.choice((0.0, 0.05, 0.3, 0.5)),
+        copy_share=random.choice((1.0, 1.0, 0.5, 0.0)),
     )  # fmt: skip
     config = Config(layers=[layer], gpu=gpu, tokens_per_block=block, max_sequences=rows)
     sizes = Geometry(config)
@@ -190,7 +191,7 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
         player.planned.append(trace.Resume(seq=name, stream=random.randrange(STREAMS)))
     return replace(
         like, seq=name, max_tokens=tokens, prompt=prompt, commit=random.random() < 0.8,
-        fail={}, error=None,
+        reserve=random.random() < 0.15, fail={}, error=None,
     )  # fmt: skip
 
 
