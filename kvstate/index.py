@@ -317,6 +317,11 @@ class Index:
         (node,) = self._grow(place, [key], owner, slot)
         return node
 
+    def append(self, place: Place, keys: list[bytes], owner: object) -> list[Node]:
+        """Insert a chain of new blocks of one owner, the first of which is not there."""
+        assert keys[0] not in self._children(place, "append")
+        return self._grow(place, keys, owner, None)
+
     def extend(self, place: Place, keys: Iterable[bytes], owner: object) -> list[Node]:
         """Insert a chain of blocks of one owner: the leading ones may be there, the rest is new.
         All or none."""

@@ -46,6 +46,7 @@ _EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _REGAIN_SLOT: Final = MACHINES.cell("host.regain")
 _REGAIN_PAGE: Final = MACHINES.cell("page.regain")
 _MIRROR: Final = MACHINES.cell("host.mirror")
+_COMMITTED: Final = COMMITTED.code
 _SERVED: Final = frozenset((STALE.code, STALE_HELD.code))
 
 
@@ -110,11 +111,14 @@ class Reuse:
     ) -> list[Node]:
         """The blocks that a newcomer with this prompt could have, from the host or from whoever
         has them on the GPU. Changes nothing."""
-        found: list[Node] = []
-        for node in self.index.match(identity, prompt, extras, most_blocks):
-            if not self.reachable(node):
-                break
-            found.append(node)
+        found = self.index.match(identity, prompt, extras, most_blocks)
+        owner: object = None
+        states: bytes | bytearray = b""
+        for at, node in enumerate(found):
+            if node.owner is not owner:  # long runs of one owner are the rule
+                owner, states = node.owner, _readable(node.owner)
+            if (not states or states[at] != _COMMITTED) and not self.reachable(node):
+                return found[:at]
         return found
 
     def reachable(self, node: Node) -> bool:
@@ -170,19 +174,20 @@ class Reuse:
         """The commit has happened: the index follows."""
         if not self.enabled:
             return
-        nodes, fresh_pages = seq.nodes, len(seq.keys) - len(seq.editions)
-        seq.editions += range(self._editions + 1, self._editions + fresh_pages + 1)
-        self._editions += fresh_pages
-        for node in nodes[naming.alive :]:
-            self._step_out(node, seq)
-        del nodes[naming.alive :]
+        nodes, known = seq.nodes, self._editions
+        self._editions += len(seq.keys) - len(seq.editions)
+        seq.editions += range(known + 1, self._editions + 1)
+        if naming.alive < len(nodes):
+            for node in nodes[naming.alive :]:
+                self._step_out(node, seq)
+            del nodes[naming.alive :]
         for node in naming.found:
             self._line_up(node, seq)
             if node.owner is None:
                 self._seen.append((node, seq))
         nodes += naming.found
         if naming.keys:
-            fresh = self.index.extend(nodes[-1] if nodes else seq.identity, naming.keys, seq)
+            fresh = self.index.append(nodes[-1] if nodes else seq.identity, naming.keys, seq)
             nodes += fresh
             for node in fresh:
                 node.edition = seq.editions[node.ordinal]
@@ -571,6 +576,11 @@ class Reuse:
             else self.index.lose_owner(node, node.owner)
         )
         return [cut.slot for cut in gone if cut.slot is not None]
+
+
+def _readable(owner: object) -> bytes | bytearray:
+    """The states of a sequence's pages, if it has memory on the GPU."""
+    return owner.pages.states if isinstance(owner, Sequence) and owner.range is not None else b""
 
 
 def _last(transfer: Transfer) -> Node | None:
