@@ -41,9 +41,9 @@ FAULTS = (
     Fault(
         "suspend changes the sequence before it reserves host room",
         "kvstate/manager.py",
-        "        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
+        "        plan, passage, slots = self._attempt(_SUSPEND,",
         "        self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
-        "        plan, passage = self._attempt(_SUSPEND, seq, self._plan_suspend, after)\n",
+        "        plan, passage, slots = self._attempt(_SUSPEND,",
         "S04, B119",
     ),
     Fault(
@@ -106,7 +106,7 @@ FAULTS = (
         "spec/coupling.py",
         '    Link("sequence.drop", "host.abandon", "slots", "nobody will read them"),\n',
         "",
-        "B44",
+        "B52",
     ),
     Fault(
         "late completion of an earlier life accepted",
@@ -120,14 +120,14 @@ FAULTS = (
         "spec/sequence.py",
         "_ends = (life.set(life + 1),)",
         "_ends = (life.set(life + 0),)",
-        "B10",
+        "B31, B52",
     ),
     Fault(
         "failed load taken for done",
         "kvstate/flight.py",
         "plan.move(_DONE if ok else _FAIL, transfer)",
         "plan.move(_DONE, transfer)",
-        "B127, B154",
+        "B127",
     ),
     Fault(
         "copy one row short",
@@ -136,7 +136,7 @@ FAULTS = (
         "        operands = runs.f",
         "plan.size_bytes = (tokens - 1) * self.geometry.row_bytes\n"
         "        operands = runs.f",
-        "B55",
+        "B109",
     ),
     Fault(
         "host runs read back in another order",
@@ -185,7 +185,6 @@ FAULTS = (
         "kvstate/tiers.py",
         "else states.find(wanted)\n",
         "else states.find(wanted[1:])\n",
-        "B149",
     ),
     Fault(
         "frees are not awaited in the same pass",
@@ -200,7 +199,7 @@ FAULTS = (
         "kvstate/core.py",
         "self._capacity(seq, seq.range.used)",
         "self._capacity(seq, seq.range.mapped)",
-        "B88",
+        "S12",
     ),
     Fault(
         "freed host memory is not scrubbed",
@@ -235,21 +234,21 @@ FAULTS = (
         "kvstate/manager.py",
         "self.columns.free.pop(), Identity(salt)",
         'self.columns.free.pop(), Identity(b"")',
-        "B57, B58",
+        "B71",
     ),
     Fault(
         "a page is found before its copy to the host has ended",
         "kvstate/reuse.py",
         "_SERVED: Final = frozenset((STALE.code, STALE_HELD.code))",
         "_SERVED: Final = frozenset((5, STALE.code, STALE_HELD.code))",
-        "S06",
+        "B149",
     ),
     Fault(
         "a hit is not held while it is copied",
         "kvstate/reuse.py",
         '        self.index.hold(transfer.nodes[-1], ("load", transfer.token))\n',
         "",
-        "B77",
+        "B79",
     ),
     Fault(
         "the range of the owner is not held while a hit is copied from it",
@@ -263,7 +262,7 @@ FAULTS = (
         "kvstate/manager.py",
         "        if any(node.pins for node in seq.nodes[full:]):\n",
         "        if not seq:\n",
-        "S07",
+        "B22",
     ),
     Fault(
         "the whole prompt is taken from others",
@@ -274,15 +273,16 @@ FAULTS = (
     Fault(
         "what a sequence leaves is copied as if it were in one piece",
         "kvstate/manager.py",
-        "pages = [seq.range.base + node.ordinal * block_bytes for node in lost[:count]]",
-        "pages = [seq.range.base + (lost[0].ordinal + at) * block_bytes for at in range(count)]",
+        "pages = [seq.range.base + node.ordinal * block_bytes for node in nodes]",
+        "pages = [seq.range.base + (nodes[0].ordinal + at) * block_bytes\n"
+        "                 for at in range(len(nodes))]",
     ),
     Fault(
         "nobody inherits the canonical page",
         "kvstate/reuse.py",
         "        inherited = self._inherited(own)\n",
         "        inherited: list[tuple[Node, Sequence]] = []\n",
-        "B04",
+        "B13",
     ),
     Fault(
         "a failed write-out stays in the index",
@@ -296,7 +296,7 @@ FAULTS = (
         "kvstate/reuse.py",
         "        for node in seq.nodes[leaving.low :]:\n            self._step_out(node, seq)\n",
         "",
-        "B37",
+        "B16",
     ),
     Fault(
         "a range lands on one release before the next hold",
@@ -317,12 +317,14 @@ FAULTS = (
         "kvstate/spans.py",
         "        span.holders[range_.number] = range_\n",
         "",
+        "B07",
     ),
     Fault(
         "the frames of a span are parked with its owner's range",
         "kvstate/spans.py",
         '            "passed": ((cells, 0, own, span.frames),),\n',
         "",
+        "B07",
     ),
     Fault(
         "a range with aliases is adopted by whoever comes",
@@ -355,7 +357,7 @@ FAULTS = (
         "kvstate/spans.py",
         "        return states.count(COMMITTED.code) == len(states)\n",
         "        return True\n",
-        "B61",
+        "B151",
     ),
     Fault(
         "a spilled span stays in the index",
