@@ -13,11 +13,16 @@ from tests.corpus.page import PAGE, page
 
 def main(arguments: list[str]) -> None:
     if arguments:
-        logging.disable()
-        print(json.dumps(CASES[int(arguments[0])].kinds()))
+        print(json.dumps(kinds(int(arguments[0]))))
         return
     PAGE.write_text(page())
     print(f"wrote {PAGE}")
+
+
+def kinds(number: int) -> list[str]:
+    """What fails in the case of that number."""
+    logging.disable()
+    return CASES[number].kinds()
 
 
 if __name__ == "__main__":

@@ -120,13 +120,13 @@ def planted(name: str) -> Fault:
 
 def config(
     frames: int = 8, slots: int = 16, block: int = 2, max_tokens: int = 16, ahead: int = 0,
-    **changes: Any,
+    protected: float = 0.0, **changes: Any,
 ) -> Config:  # fmt: skip
     """Small: four tokens a frame, of which each reclaim takes only what it needs."""
     rest: dict[str, Any] = {"max_sequences": 8, "max_utilization_for_resume": 1.0} | changes
     return Config(
         layers=[LayerSpec(kv_heads=1, head_dim=ROW // 4, dtype="float16")],
-        gpu=GpuTier(frames * FRAME, FRAME, map_ahead_frames=ahead, reclaim_frames=1),
+        gpu=GpuTier(frames * FRAME, FRAME, ahead, reclaim_frames=1, protected_share=protected),
         host=HostTier(slots * block * ROW) if slots else None,
         tokens_per_block=block,
         max_tokens=max_tokens,
@@ -168,6 +168,13 @@ def said(seq: int, ids: Iterable[int], *, max_tokens: int = 16, salt: str = "",
 def left_on_host(seq: int, ids: Iterable[int], *, salt: str = "") -> list[trace.AnyCall]:
     """A sequence that has said these tokens and is gone: they are on the host, nobody's."""
     return [*said(seq, ids, salt=salt), trace.Close(seq=seq), trace.Poll()]
+
+
+def in_span(seq: int, ids: Iterable[int]) -> list[trace.AnyCall]:
+    """A sequence whose prompt these tokens are, and which is gone: if all of a prompt is kept, they
+    are in a span of nobody's."""
+    prompt = list(ids)
+    return [*opened(seq, prompt), *wrote(seq, prompt), trace.Close(seq=seq)]
 
 
 def counted(name: str, wanted: int, kind: str = REACHED) -> See:

@@ -11,7 +11,10 @@ from tests.corpus.cases_failures import FAILURES
 from tests.corpus.cases_flight import FLIGHT
 from tests.corpus.cases_keys import KEYS
 from tests.corpus.cases_memory import MEMORY
+from tests.corpus.cases_mirrors import MIRRORS
 from tests.corpus.cases_sharing import SHARING
+from tests.corpus.cases_spans import SPANS
+from tests.corpus.cases_spilling import SPILLING
 
 CASES: Final[tuple[Case, ...]] = (
     *ADMISSION,
@@ -19,6 +22,9 @@ CASES: Final[tuple[Case, ...]] = (
     *FAILURES,
     *FLIGHT,
     *SHARING,
+    *SPANS,
+    *SPILLING,
+    *MIRRORS,
     *EVICTION,
     *KEYS,
 )

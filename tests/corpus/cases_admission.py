@@ -197,8 +197,8 @@ ADMISSION: Final = (
         fault=Fault(
             "the gate takes parked memory off the charge",
             "kvstate/manager.py",
-            "        return self.gpu.charged + frames <= limit\n",
-            "        return self.gpu.charged + frames - self.gpu.reclaimable <= limit\n",
+            "        return self.gpu.charged + kept + frames <= limit\n",
+            "        return self.gpu.charged + kept + frames - self.gpu.parked <= limit\n",
             "B82",
         ),
         config=config(max_utilization_for_resume=0.5),

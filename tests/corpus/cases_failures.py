@@ -81,8 +81,8 @@ FAILURES: Final = (
         fault=Fault(
             "a suspend takes whatever host room there is",
             "kvstate/manager.py",
-            "        room = self.host.room(blocks)\n        if room is None:",
-            "        room = self.host.room(min(blocks, self.host.free))\n        if room is None:",
+            "        room = self.host.room(blocks - len(there))\n",
+            "        room = self.host.room(min(blocks - len(there), self.host.free))\n",
             "B107",
         ),
         config=config(slots=0, frames=4),
@@ -103,13 +103,12 @@ FAILURES: Final = (
         fault=Fault(
             "addresses are taken before the memory is there",
             "kvstate/manager.py",
-            "hits = self._attempt(_RESUME, seq, self._plan_resume, stream)\n"
-            "        self.actor.run(plan)\n",
-            "hits = self._attempt(_RESUME, seq, self._plan_resume, stream)\n"
+            "        fresh = not seq.slots\n        self.actor.run(plan)\n",
             "        fresh = range_.number not in self.arena.ranges\n"
             "        if fresh:\n            self.arena.reserve(range_)\n"
             "        self.actor.run(plan)\n"
-            "        if fresh:\n            self.arena.unreserve(range_)\n",
+            "        if fresh:\n            self.arena.unreserve(range_)\n"
+            "        fresh = not seq.slots\n",
             "B50",
         ),
         config=config(),
@@ -179,6 +178,29 @@ FAILURES: Final = (
             trace.Step(step=3, seqs=[1, 2], tokens=[4, 4], fail={"map": 1}, error="DeviceError"),
             frames(MAPPED=1),
             trace.Step(step=3, seqs=[1, 2], tokens=[4, 4]),
+            trace.Settle(step=3),
+        ),
+    ),
+    Case(
+        name="an unmap that failed is not taken for done",
+        entries=("B125",),
+        law="law 19 (contiguity)",
+        fault=Fault(
+            "an unmap that failed is not told",
+            "kvstate/reclaim.py",
+            "            spare.settle()\n            raise\n",
+            "",
+            "B125",
+        ),
+        config=config(frames=4, adopt=False),
+        program=(
+            *said(1, range(8)),
+            trace.Drop(seq=1),
+            *opened(2),
+            trace.Step(step=3, seqs=[2], tokens=[16], fail={"unmap": 1}, error="DeviceError"),
+            frames(PARKED=2, ABSENT=2),
+            trace.Step(step=3, seqs=[2], tokens=[16]),
+            frames(MAPPED=4),
             trace.Settle(step=3),
         ),
     ),
@@ -295,7 +317,7 @@ FAILURES: Final = (
             "            if not ok and transfer.outward:\n                leaving =",
             "B115",
         ),
-        config=config(slots=0),
+        config=config(slots=0, spans="off"),
         program=(
             *said(1, IDS),
             trace.Create(seq=2, max_tokens=16, prompt=[*IDS, 7]),

@@ -116,6 +116,20 @@ def _clear_is_told() -> None:
     _told(index, publisher, replica)
 
 
+def _tiers_are_apart() -> None:
+    """Blocks of both tiers: the last one leaves the host, then the first leaves the GPU."""
+    index, replica = Index(2, key=KEY), Replica()
+    publisher = Publisher(index)
+    nodes = _chain(index, Identity())
+    for slot, node in enumerate(nodes):
+        index.give_slot(node, slot)
+    _told(index, publisher, replica)
+    index.lose_slot(nodes[2])
+    index.lose_owner(nodes[0], OWNER)
+    _told(index, publisher, replica)
+    expect(REACHED, "tiers", [node.media for node in nodes], [("CPU",), ("GPU", "CPU"), ("GPU",)])
+
+
 def _late_listener() -> None:
     """Whoever listens from the middle on is told what is there first: no parent is missing."""
     index, replica = Index(2, key=KEY), Replica()
@@ -206,6 +220,19 @@ KEYS: Final = (
             "B158",
         ),
         run=_clear_is_told,
+    ),
+    Case(
+        name="what leaves one tier has not left the other",
+        entries=("B157",),
+        law=REPLAYS,
+        fault=Fault(
+            "removals are told together, whatever their tiers",
+            "kvstate/events.py",
+            "        if not isinstance(last, BlockRemoved) or last.medium != medium:\n",
+            "        if not isinstance(last, BlockRemoved):\n",
+            "B157",
+        ),
+        run=_tiers_are_apart,
     ),
     Case(
         name="who listens from the middle on misses no parent",

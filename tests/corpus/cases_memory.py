@@ -11,6 +11,7 @@ from typing import Any, Final
 
 from kvstate import trace
 from kvstate.config import Config, Geometry, GpuTier, LayerSpec
+from kvstate.errors import IllegalTransition
 from kvstate.gpu import NullDevice
 from kvstate.manager import Manager
 from tests.corpus.case import (
@@ -30,6 +31,8 @@ from tests.corpus.case import (
 )
 from tests.faults.planted import Fault
 
+RESERVED: Final = "the reserved row is nobody's"
+FRESH: Final = "a batch is as its sequences are now"
 COSTS: Final = "growth costs what it adds"
 ONE_QUIESCE: Final = "one quiesce a call"
 BOUNDED: Final = "what is kept is bounded"
@@ -76,6 +79,37 @@ def _layers_follow_one_another() -> None:
     expect("bytes", "the layers of a token end at", end, geometry.token_bytes)
 
 
+def _the_reserved_row() -> None:
+    with Manager(config(max_sequences=2), NullDevice()) as kv:
+        gone, last = kv.create(max_tokens=8), kv.create(max_tokens=8)
+        last.resume()
+        kv.settle(kv.step(kv.batch([last]), 3))
+        expect(REACHED, "the row of who stays", last.row, kv.columns.rows - 1)
+        gone.close()
+        expect(RESERVED, "tokens of who is gone", gone.length_tokens, 0)
+        expect(RESERVED, "tokens of who stays", last.length_tokens, 3)
+
+
+def _a_kept_batch() -> None:
+    with Manager(config(max_sequences=1), NullDevice()) as kv:
+        first = kv.create(max_tokens=8)
+        first.resume()
+        first.resize(8)
+        batch = kv.batch([first])
+        kv.settle(kv.step(batch, 2))
+        first.close()
+        other = kv.create(max_tokens=8)
+        other.resume()
+        other.resize(8)
+        expect(REACHED, "the row of the other", other.row, batch.rows[0])
+        try:
+            kv.step(batch, 2)
+        except IllegalTransition:
+            expect(FRESH, "tokens of the other", other.scheduled_tokens, 0)
+        else:
+            expect(FRESH, "a step of who is gone", "issued", "refused")
+
+
 MEMORY: Final = (
     Case(
         name="every frame is counted wherever it goes",
@@ -107,8 +141,9 @@ MEMORY: Final = (
         fault=Fault(
             "growth counts what is mapped, one by one",
             "kvstate/runs.py",
-            "    mapped = len(own.ids)\n",
-            "    mapped = 0\n    while mapped < len(own.ids):\n        mapped += 1\n",
+            "    mapped, charged = len(own.ids), range_.charged\n",
+            "    mapped, charged = 0, range_.charged\n"
+            "    while mapped < len(own.ids):\n        mapped += 1\n",
             "S14",
         ),
         run=_growth_costs_the_same,
@@ -284,7 +319,7 @@ MEMORY: Final = (
         fault=Fault(
             "only frames of settled tokens are freed",
             "kvstate/runs.py",
-            '        "frames": ((range_.frames, 0, mapped),),\n'
+            '        "frames": ((range_.frames, 0, len(range_.frames.ids)),),\n'
             '        "left": (_left(range_, blocks - own),),\n',
             '        "frames": ((range_.frames, 0, geometry.frames(seq.length_tokens)),),\n'
             '        "left": (_left(range_, blocks - own),),\n',
@@ -303,13 +338,37 @@ MEMORY: Final = (
         ),
     ),
     Case(
+        name="a frame that is half full is freed with the others",
+        entries=("B55",),
+        law="law 2 (named holders)",
+        fault=Fault(
+            "only frames that are full are freed",
+            "kvstate/runs.py",
+            '        "frames": ((range_.frames, 0, len(range_.frames.ids)),),\n'
+            '        "left": (_left(range_, blocks - own),),\n',
+            '        "frames": ((range_.frames, 0, seq.length_tokens // geometry.tokens(1)),),\n'
+            '        "left": (_left(range_, blocks - own),),\n',
+            "B55",
+        ),
+        config=config(),
+        program=(
+            *said(1, ONE),
+            frames(MAPPED=2),
+            trace.Close(seq=1),
+            trace.Poll(),
+            frames(PARKED=2),
+            trace.Trim(),
+            frames(ABSENT=8),
+        ),
+    ),
+    Case(
         name="a shrink is never in the way of itself",
         entries=("B122",),
         law="law 19 (contiguity)",
         fault=Fault(
             "a shrink keeps a frame more than it says",
             "kvstate/manager.py",
-            '"excess": ((seq.range.frames, frames, seq.range.charged),),',
+            '"excess": ((seq.range.frames, frames - seq.range.shared, seq.range.charged),),',
             '"excess": ((seq.range.frames, frames + 1, seq.range.charged),),',
             "B122",
         ),
@@ -325,6 +384,74 @@ MEMORY: Final = (
             trace.Trim(),
             frames(MAPPED=2, PARKED=0),
         ),
+    ),
+    Case(
+        name="a step goes to the end of its sequence and not beyond",
+        entries=("B88",),
+        law="law 19 (contiguity)",
+        fault=Fault(
+            "nobody asks how long a sequence may become",
+            "kvstate/stepping.py",
+            '                self._check_length(seq, "step", 0, end, seq.max_tokens)\n',
+            "",
+            "B88",
+        ),
+        config=config(),
+        program=(
+            *opened(1, max_tokens=8),
+            *opened(2),
+            *grew(1, 8),
+            trace.Step(step=3, seqs=[1], tokens=[1], error="IllegalTransition"),
+            trace.Step(step=3, seqs=[2, 1], tokens=[4, 9], error="IllegalTransition"),
+            *grew(2, 8),
+        ),
+    ),
+    Case(
+        name="a row that is used again has nothing of who had it",
+        entries=("B89",),
+        law="model",
+        fault=Fault(
+            "the lengths of a row are those of who had it",
+            "kvstate/core.py",
+            "        columns.set_lengths(row, 0)\n        seq.row = columns.rows\n",
+            "        seq.row = columns.rows\n",
+            "B89",
+        ),
+        config=config(max_sequences=1),
+        program=(
+            *said(1, ONE),
+            trace.Close(seq=1),
+            *opened(2),
+            length(2, 0),
+            *grew(2, 2),
+        ),
+    ),
+    Case(
+        name="who is gone is in the row of nobody",
+        entries=("B91",),
+        law=RESERVED,
+        fault=Fault(
+            "who is gone is in the last row",
+            "kvstate/core.py",
+            "        seq.row = columns.rows\n",
+            "        seq.row = columns.rows - 1\n",
+            "B91",
+        ),
+        run=_the_reserved_row,
+    ),
+    Case(
+        name="a batch that is kept sees who has left",
+        entries=("B85",),
+        law=FRESH,
+        fault=Fault(
+            "a batch is not told that a state has changed",
+            "kvstate/sequence.py",
+            "            self.state = self.columns.states[self.row] = code\n"
+            "            self.columns.version += 1\n",
+            "            self.state = self.columns.states[self.row] = code\n",
+            "B85",
+        ),
+        run=_a_kept_batch,
     ),
     Case(
         name="drafts have memory, also those that are rejected",

@@ -28,6 +28,7 @@ from tests.corpus.case import (
 from tests.faults.planted import Fault
 
 PROBE: Final = "a probe changes nothing"
+EXACT: Final = "a rewind is exact"
 IDS: Final = [1, 2, 3, 4, 5, 6]
 MORE: Final = [*IDS, 7]
 
@@ -72,34 +73,6 @@ SHARING: Final = (
         ),
     ),
     Case(
-        name="a newcomer has the canonical page once the host copy goes",
-        entries=("S07",),
-        law="law 12 (progress)",
-        fault=Fault(
-            "a host copy that somebody has too is kept for ever",
-            "kvstate/reuse.py",
-            "victims = self.index.victims(short) or self._outlived(short)",
-            "victims = self.index.victims(short)",
-            "S07",
-        ),
-        config=config(slots=4),
-        program=(
-            *left_on_host(1, IDS[:4]),
-            *opened(2, IDS[:5]),
-            trace.Poll(),
-            matched(2, 4),
-            *wrote(2, IDS[4:]),
-            pages(2, "PRIVATE", "PRIVATE", "COMMITTED"),
-            *said(3, [9] * 8),
-            trace.Suspend(seq=3),
-            pages(2, "COMMITTED", "COMMITTED", "COMMITTED"),
-            *opened(4, MORE),
-            matched(4, 6),
-            counted("hit_blocks.live", 3),
-            trace.Poll(),
-        ),
-    ),
-    Case(
         name="a probe changes nothing",
         entries=("S08",),
         law=PROBE,
@@ -125,7 +98,7 @@ SHARING: Final = (
     ),
     Case(
         name="who is gone by the resume is asked for no bytes",
-        entries=("S13",),
+        entries=("S13", "B29"),
         law="legal call refused",
         fault=Fault(
             "the blocks of the forecast are taken, wherever they are",
@@ -233,6 +206,28 @@ SHARING: Final = (
         ),
     ),
     Case(
+        name="after a rewind everything is as it was at that length",
+        entries=("B110",),
+        law=EXACT,
+        fault=Fault(
+            "a rewind into a block forgets the tokens before it there",
+            "kvstate/manager.py",
+            "self.columns.open_block[seq.row] = np.frombuffer(",
+            "_ = np.frombuffer(",
+            "B110",
+        ),
+        config=config(),
+        program=(
+            *said(1, IDS),
+            trace.Rewind(seq=1, tokens=3),
+            pages(1, "COMMITTED", "ACTIVE", "ACTIVE"),
+            *wrote(1, [9]),
+            found([1, 2, 3, 9, 0], 4, EXACT),
+            *opened(2, [1, 2, 3, 9, 0]),
+            trace.Poll(),
+        ),
+    ),
+    Case(
         name="an aborted sequence leaves nothing to be found",
         entries=("B62",),
         law="law 1 (conservation)",
@@ -260,9 +255,9 @@ SHARING: Final = (
         fault=Fault(
             "there are as many places as there is capacity",
             "kvstate/manager.py",
-            "        plan.room = room = self.host.room(count) or []\n",
+            "        plan.room = self.host.room(len(nodes)) or []\n",
             "        blocks = self.geometry.blocks(seq.capacity_tokens)\n"
-            "        plan.room = room = self.host.room(blocks) or []\n",
+            "        plan.room = self.host.room(blocks) or []\n",
             "B38",
         ),
         config=config(),
@@ -309,8 +304,8 @@ SHARING: Final = (
         fault=Fault(
             "the count of the first try stands",
             "kvstate/manager.py",
-            "        seq.matched_tokens = seq.held_tokens = tokens\n",
-            "        seq.held_tokens = tokens\n",
+            "        seq.matched_tokens = tokens\n",
+            "",
             "B65",
         ),
         config=config(slots=3, frames=4),
@@ -338,8 +333,7 @@ SHARING: Final = (
         fault=Fault(
             "who gives its bytes up stays in the index",
             "kvstate/reuse.py",
-            "        if kept < len(leaving.lost):\n"
-            "            self.free(self._cut(leaving.lost[kept]))\n",
+            "        if kept < len(lost):\n            self.free(self._cut(lost[kept]))\n",
             "",
             "B67",
         ),
@@ -372,7 +366,7 @@ SHARING: Final = (
             *opened(2, MORE),
             matched(2, 6),
             trace.Drop(seq=2),
-            frames(COMING=2),
+            frames(COMING=1),
             trace.Close(seq=1),
             trace.Poll(),
             trace.Resume(seq=2),

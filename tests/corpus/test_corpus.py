@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import pytest
 
 from kvstate.spec.laws import LAWS
+from tests.corpus.apart import Apart
 from tests.corpus.case import REACHED, Case
 from tests.corpus.cases import CASES
 from tests.corpus.page import PAGE, page
 from tests.corpus.reports import REPORTS
-from tests.test_planted import ROOT, patched
+from tests.test_planted import patched
 
 NUMBERED = list(enumerate(CASES))
 NAMES = [case.name for case in CASES]
@@ -29,17 +27,17 @@ def test_the_report_is_ruled_out(case: Case) -> None:
     case.play()
 
 
+@pytest.fixture(scope="module")
+def apart() -> Iterator[Apart]:
+    with Apart() as processes:
+        yield processes
+
+
 @pytest.mark.parametrize(("number", "case"), NUMBERED, ids=NAMES)
-def test_the_planted_mistake_is_seen(number: int, case: Case) -> None:
+def test_the_planted_mistake_is_seen(number: int, case: Case, apart: Apart) -> None:
     with TemporaryDirectory() as folder:
         patched(case.fault, Path(folder))
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.corpus", str(number)],
-            cwd=folder, env=os.environ | {"PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"},
-            capture_output=True, text=True, check=False,
-        )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert case.law in json.loads(done.stdout)
+        assert case.law in apart.kinds(number, Path(folder))
 
 
 def test_every_case_says_what_it_is_for() -> None:
