@@ -123,7 +123,9 @@ def config(
     protected: float = 0.0, **changes: Any,
 ) -> Config:  # fmt: skip
     """Small: four tokens a frame, of which each reclaim takes only what it needs."""
-    rest: dict[str, Any] = {"max_sequences": 8, "max_utilization_for_resume": 1.0} | changes
+    rest: dict[str, Any] = {
+        "max_sequences": 8, "max_utilization_for_resume": 1.0, "partial_blocks": False,
+    } | changes  # fmt: skip
     return Config(
         layers=[LayerSpec(kv_heads=1, head_dim=ROW // 4, dtype="float16")],
         gpu=GpuTier(frames * FRAME, FRAME, ahead, reclaim_frames=1, protected_share=protected),

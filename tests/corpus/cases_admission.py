@@ -155,7 +155,7 @@ ADMISSION: Final = (
         law="replay",
         fault=Fault(
             "nobody asks whether a sequence fits at all",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        if frames > self.gpu.budget_frames:\n",
             "        if frames > self.geometry.arena_bytes:\n",
             "B140",
@@ -174,7 +174,7 @@ ADMISSION: Final = (
         law="replay",
         fault=Fault(
             "a row is taken before the sequence is refused",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             '            raise self._refused(self._short(f"a sequence of',
             "            self.columns.free.pop()\n"
             '            raise self._refused(self._short(f"a sequence of',
@@ -196,7 +196,7 @@ ADMISSION: Final = (
         law="replay",
         fault=Fault(
             "the gate takes parked memory off the charge",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        return self.gpu.charged + kept + frames <= limit\n",
             "        return self.gpu.charged + kept + frames - self.gpu.parked <= limit\n",
             "B82",

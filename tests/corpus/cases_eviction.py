@@ -125,8 +125,8 @@ EVICTION: Final = (
         fault=Fault(
             "a hit is held for ever",
             "kvstate/reuse.py",
-            '        self._let_go(transfer.nodes[-1], ("load", transfer.token))\n',
-            "",
+            '            self._let_go(last, ("load", transfer.token))\n',
+            "            pass\n",
             "B44",
         ),
         config=config(slots=3),
@@ -169,11 +169,12 @@ EVICTION: Final = (
         law="law 12 (progress)",
         fault=Fault(
             "a forecast holds what it found",
-            "kvstate/manager.py",
-            "        seq.matched_tokens = len(self._hits(seq)) * self.config.tokens_per_block\n",
-            "        hits = self._hits(seq)\n"
-            "        seq.matched_tokens = len(hits) * self.config.tokens_per_block\n"
-            '        hits and self.reuse.index.hold(hits[-1], ("lookup", seq.uid))\n',
+            "kvstate/admission.py",
+            "        seq.matched_tokens = self._tokens(self._match_of(seq))\n",
+            "        match = self._match_of(seq)\n"
+            "        seq.matched_tokens = self._tokens(match)\n"
+            "        for node in match.nodes[-1:]:\n"
+            '            self.reuse.index.hold(node, ("lookup", seq.uid))\n',
             "B47",
         ),
         config=config(slots=3),
@@ -202,11 +203,11 @@ EVICTION: Final = (
     Case(
         name="a forecast may come true in part",
         entries=("B79", "B80"),
-        law="law 19 (contiguity)",
+        law="law 9 (a failed load is unreadable)",
         fault=Fault(
             "as much is waited for as was forecast",
-            "kvstate/manager.py",
-            "        tokens = seq.held_tokens or len(hits) * self.config.tokens_per_block\n",
+            "kvstate/admission.py",
+            "        tokens = seq.held_tokens or self._tokens(match)\n",
             "        tokens = seq.held_tokens or seq.matched_tokens\n",
             "B79",
         ),

@@ -102,7 +102,7 @@ FAILURES: Final = (
         law="law 11 (leaving releases)",
         fault=Fault(
             "addresses are taken before the memory is there",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        fresh = not seq.slots\n        self.actor.run(plan)\n",
             "        fresh = range_.number not in self.arena.ranges\n"
             "        if fresh:\n            self.arena.reserve(range_)\n"

@@ -240,8 +240,8 @@ KEYS: Final = (
         law=REPLAYS,
         fault=Fault(
             "what is there already is not told",
-            "kvstate/events.py",
-            "            for medium in node.media:\n                self.stored(node, medium)\n",
+            "kvstate/index.py",
+            "            for medium in node.told:\n                listener.stored(node, medium)\n",
             "            pass\n",
             "B158",
         ),

@@ -226,7 +226,7 @@ MEMORY: Final = (
         law="legal call refused",
         fault=Fault(
             "an adopted range keeps the records of who had it",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        range_.pages.states.clear()\n",
             "",
             "B16",

@@ -126,7 +126,7 @@ MIRRORS: Final = (
         fault=Fault(
             "the host keeps the bytes of who has left",
             "kvstate/reuse.py",
-            "        self._drop_copies(leaving.inherited)\n",
+            "        self._drop_copies(stale)\n",
             "",
             "B68",
         ),
@@ -321,8 +321,9 @@ MIRRORS: Final = (
         fault=Fault(
             "a copy that failed counts as there",
             "kvstate/reuse.py",
-            "        slots = set() if ok else set(slots_of(transfer.slots))\n",
-            "        slots = set[int]()\n",
+            "            elif node.slot in slots and node.owner is not None:\n"
+            "                self.index.lose_slot(node)\n",
+            "",
             "B127",
         ),
         config=config(write_through="on_commit"),

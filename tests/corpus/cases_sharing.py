@@ -78,10 +78,11 @@ SHARING: Final = (
         law=PROBE,
         fault=Fault(
             "a probe counts as a use",
-            "kvstate/manager.py",
-            "        return len(self.reuse.hits(Identity(salt), prompt, most)) * block\n",
-            "        found = self.reuse.hits(Identity(salt), prompt, most)\n"
-            "        self.reuse.index.touch(found)\n        return len(found) * block\n",
+            "kvstate/admission.py",
+            "        found = self._look_up(identity, prompt, _checked(",
+            "        self.reuse.index.touch(\n"
+            "            self._look_up(identity, prompt, {}, self.config.max_tokens).nodes)\n"
+            "        found = self._look_up(identity, prompt, _checked(",
             "S08",
         ),
         config=config(slots=4),
@@ -103,10 +104,8 @@ SHARING: Final = (
         fault=Fault(
             "the blocks of the forecast are taken, wherever they are",
             "kvstate/reuse.py",
-            "            if not self._on_host(node) and source_of(node) is None:\n"
-            "                break\n            found.append(node)\n        return found\n\n"
-            "    def _on_host",
-            "            found.append(node)\n        return found\n\n    def _on_host",
+            "                return found[:at]\n",
+            "                continue\n",
             "S13",
         ),
         config=config(),
@@ -131,7 +130,7 @@ SHARING: Final = (
     Case(
         name="what a suspended sequence has is not asked for on the GPU",
         entries=("S16",),
-        law="law 5 (index coherence)",
+        law="crash AssertionError in index.py:append",
         fault=Fault(
             "a commit does not see what is only on the host",
             "kvstate/reuse.py",
@@ -303,8 +302,8 @@ SHARING: Final = (
         law="model",
         fault=Fault(
             "the count of the first try stands",
-            "kvstate/manager.py",
-            "        seq.matched_tokens = tokens\n",
+            "kvstate/admission.py",
+            "        seq.matched_tokens = 0 if match.parent is not None else tokens\n",
             "",
             "B65",
         ),

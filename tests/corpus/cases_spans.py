@@ -79,12 +79,11 @@ SPANS: Final = (
         law=PROBE,
         fault=Fault(
             "a probe makes its span the latest",
-            "kvstate/manager.py",
-            "        return len(self.reuse.hits(Identity(salt), prompt, most)) * block\n",
-            "        found = self.reuse.hits(Identity(salt), prompt, most)\n"
-            "        sharing = self.spans.sharing(found)\n"
+            "kvstate/admission.py",
+            "        return self._tokens(found)\n",
+            "        sharing = self.spans.sharing(found.nodes)\n"
             "        sharing and self.spans.touch(sharing.span)\n"
-            "        return len(found) * block\n",
+            "        return self._tokens(found)\n",
             "S08",
         ),
         config=config(frames=4, slots=0, spans="all"),

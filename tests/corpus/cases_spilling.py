@@ -91,8 +91,8 @@ SPILLING: Final = (
         fault=Fault(
             "nothing is protected",
             "kvstate/spans.py",
-            "        left = 0 if alone else self.protected_frames\n",
-            "        left = 0\n",
+            "0 if all_of_them or alone else self.protected_frames",
+            "0",
             "S10",
         ),
         config=config(slots=0, spans="all", protected=0.3),
@@ -116,7 +116,7 @@ SPILLING: Final = (
         law=KNOWS,
         fault=Fault(
             "the gate takes all spans for free",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        kept = self.gpu.in_spans - self.spans.frames_without(sharing)\n",
             "        kept = 0\n",
             "S10",
@@ -189,7 +189,7 @@ SPILLING: Final = (
         law="replay",
         fault=Fault(
             "what is mapped once more is charged once more",
-            "kvstate/manager.py",
+            "kvstate/admission.py",
             "        needed = max(1, frames - (0 if sharing is None else sharing.frames))\n",
             "        needed = max(1, frames)\n",
             "S12",

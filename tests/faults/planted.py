@@ -70,8 +70,8 @@ FAULTS = (
     Fault(
         "unmap without quiesce",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.spill(max(fresh",
-        "            self.spill(max(fresh",
+        "            self.flight.quiesce()\n            self.remap(fresh",
+        "            self.remap(fresh",
         "S03, B161",
     ),
     Fault(
@@ -161,7 +161,7 @@ FAULTS = (
     ),
     Fault(
         "adopted range stays on offer",
-        "kvstate/manager.py",
+        "kvstate/admission.py",
         "            self.arena.unpark(range_)\n            self.counters",
         "            self.counters",
         "B01",
@@ -189,9 +189,9 @@ FAULTS = (
     Fault(
         "frees are not awaited in the same pass",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.spill(max(fresh",
-        "            if not gpu.coming:\n                self.flight.quiesce()\n"
-        "                self.spill(max(fresh",
+        "            self.flight.quiesce()\n            self.remap(fresh",
+        "            if gpu.coming:\n                raise short\n"
+        "            self.flight.quiesce()\n            self.remap(fresh",
         "S02, B139",
     ),
     Fault(
@@ -231,9 +231,9 @@ FAULTS = (
     ),
     Fault(
         "another tenant's prefix is found",
-        "kvstate/manager.py",
-        "self.columns.free.pop(), Identity(salt)",
-        'self.columns.free.pop(), Identity(b"")',
+        "kvstate/admission.py",
+        "identity = Identity(salt, adapter, self.reuse.epoch)\n",
+        'identity = Identity(b"", adapter, self.reuse.epoch)\n',
         "B71",
     ),
     Fault(
@@ -246,13 +246,13 @@ FAULTS = (
     Fault(
         "a hit is not held while it is copied",
         "kvstate/reuse.py",
-        '        self.index.hold(transfer.nodes[-1], ("load", transfer.token))\n',
-        "",
+        '            self.index.hold(last, ("load", transfer.token))\n',
+        "            pass\n",
         "B79",
     ),
     Fault(
         "the range of the owner is not held while a hit is copied from it",
-        "kvstate/manager.py",
+        "kvstate/admission.py",
         "transfer.sources = [source for source in sources if source is not None]",
         "transfer.sources = []",
         "B20",
@@ -260,14 +260,15 @@ FAULTS = (
     Fault(
         "a rewind does not wait for who copies its pages",
         "kvstate/manager.py",
-        "        if any(node.pins for node in seq.nodes[full:]):\n",
+        "        if seq.range is not None and seq.range.holders:\n",
         "        if not seq:\n",
         "B22",
     ),
     Fault(
         "the whole prompt is taken from others",
-        "kvstate/manager.py",
-        "        most = min(max(0, known - 1), seq.max_tokens)",
+        "kvstate/admission.py",
+        "most = min(max(0, len(prompt) // ID_BYTES - 1), max_tokens)",
+        "most = min(len(prompt) // ID_BYTES, max_tokens)",
         "        most = min(max(0, known), seq.max_tokens)",
     ),
     Fault(
