@@ -30,17 +30,24 @@ class Stats:
     host_slots: dict[str, int]
     ranges: dict[str, int]
     frame_charges: dict[str, int]
-    """Frames by payer: `sequence`, `parked`, `fence`, `pool`."""
+    """Frames by payer: `sequence`, `registry`, `parked`, `fence`, `pool`."""
     host_charges: dict[str, int]
     """Host slots by payer: `suspended`, `drain`, `index`."""
     steps_in_flight: int
     transfers_in_flight: int
     refusals: dict[str, int]
-    """Capacity errors by the check that refused: `gate`, `budget`, `limit`, `addresses`, ..."""
+    """Capacity errors by the check that refused: `gate`, `budget`, `reserve`, `limit`, `addresses`,
+    `HostExhausted`, `OutOfRows`."""
     done: dict[str, int]
-    """What was done so far: starts, resumes, suspends, drops, closes, adoptions, quiesces,
-    spilled_frames, host_bytes_moved, failed_copies, late_completions, and of blocks:
-    hit_blocks.host, hit_blocks.live, kept_blocks, evicted_blocks."""
+    """What was done so far; `docs/statistics.md` says what each counts. Those of nothing are left
+    out.
+
+    Of sequences: starts (no copy was needed), resumes (one was), forks, adoptions, suspends, drops,
+    closes. Of what they begin with: aliased_frames, and blocks by where they were:
+    hit_blocks.alias (mapped), hit_blocks.live, hit_blocks.span and hit_blocks.host (copied),
+    hit_blocks.partial (copied in part). Of what outlives them: kept_blocks, evicted_blocks and
+    promotions, in blocks; remaps and spilled_frames, in frames; spilled_spans. Of the device:
+    host_bytes_moved, quiesces, failed_copies, late_completions."""
     device_calls: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:

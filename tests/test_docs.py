@@ -17,6 +17,7 @@ from kvstate.spec.page import PAGE
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
+COUNTER = re.compile(r"""counters\["([\w.]+)"\]""")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
@@ -46,6 +47,16 @@ def test_every_key_of_a_report_is_documented(page: str, report: type) -> None:
     known = {"device", "streams", "workers", "seconds"}
     missing = [name for name in report.__annotations__ if f"`{name}`" not in text]
     assert set(missing) <= known
+
+
+def test_every_counter_is_explained() -> None:
+    code = "".join(path.read_text() for path in (ROOT / "kvstate").glob("*.py"))
+    names = set(COUNTER.findall(code))
+    names |= {f"hit_blocks.{place}" for place in ("host", "live", "span")}
+    page = (ROOT / "docs" / "statistics.md").read_text()
+    stats = (ROOT / "kvstate" / "stats.py").read_text()
+    assert names >= {"forks", "hit_blocks.alias", "remaps"}
+    assert not [name for name in names if f"`{name}`" not in page or name not in stats]
 
 
 def test_every_command_is_in_the_readme() -> None:
