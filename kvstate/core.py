@@ -128,10 +128,10 @@ class Core:
 
     def _find_slots(self, short: HostExhausted) -> None:
         """Make room for what is not there yet; if that is not to be had, for all of it."""
-        wanted = short.needed - short.there
-        if not self.reuse.make_room(wanted, short.spare):
+        wanted, spare = short.needed - short.there, [short.spare] if short.spare else []
+        if not self.reuse.make_room(wanted, spare):
             self.flight.quiesce()
-            if not self.reuse.make_room(wanted, short.spare):
+            if not self.reuse.make_room(wanted, spare):
                 self.reuse.make_room(short.needed)
 
     def _promised(self) -> int:

@@ -126,6 +126,8 @@ class Manager(Admission):
 
     def _shrink(self, seq: Sequence, frames: int) -> None:
         assert seq.range is not None
+        if seq.steps and self.flight.ignored is None:
+            self.flight.quiesce()  # a step whose tokens were taken back may still write there
         blocks, capacity = self.geometry.blocks, self._capacity(seq, frames)
         plan = self.flight.plan()
         plan.operands = {
@@ -191,6 +193,7 @@ class Manager(Admission):
             self._become_private(seq, passage.span)
         runs.hand_over(seq, plan.operands)
         self.reuse.taken(seq)
+        self.reuse.hand_on(seq)
         seq.slots, seq.held_tokens = slots, seq.scheduled_tokens
         self.counters["suspends"] += 1
 

@@ -42,6 +42,7 @@ log = logging.getLogger("kvstate")
 
 _EVICT_SLOT: Final = MACHINES.cell("host.evict")
 _PROMOTE: Final = MACHINES.cell("page.promote")
+_YIELD: Final = MACHINES.cell("page.yield")
 _EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _REGAIN_SLOT: Final = MACHINES.cell("host.regain")
 _REGAIN_PAGE: Final = MACHINES.cell("page.regain")
@@ -321,7 +322,8 @@ class Reuse:
                 nodes.append(node)
         if not nodes:
             return
-        self.make_room(len(nodes))
+        before = [node.parent for node in nodes if node.parent is not None]
+        self.make_room(len(nodes), [node for node in before if node.slot is not None])
         nodes = [node for node in nodes[: self.host.free] if source_of(node) is not None]
         plan = self.flight.plan()
         plan.room = self.host.room(len(nodes)) or []
@@ -470,6 +472,26 @@ class Reuse:
             if states[node.slot] == MIRROR.code
         }
 
+    def hand_on(self, seq: Sequence) -> None:
+        """A sequence is suspended: of its canonical blocks, those that others have on the GPU are
+        theirs, so that they can still be found."""
+        found = list[tuple[Node, Sequence]]()
+        for node in seq.nodes:
+            line = self.lines.get(node, {}).values() if node.owner is seq else ()
+            heir = next((s for s in line if s.pages.states[node.ordinal] == PRIVATE.code), None)
+            if heir is not None:
+                found.append((node, heir))
+        if not found:
+            return
+        plan = self.flight.plan()
+        for run in _pages(found):
+            plan.fire(_PROMOTE, *run)
+        for _, low, high in runs_of(seq.pages, [node.ordinal for node, _ in found]):
+            plan.fire(_YIELD, seq.pages, low, high)
+        plan.settle()
+        self._inherited_from(seq, found)
+        self.joined(seq, [node for node, _ in found])
+
     def taken(self, seq: Sequence) -> None:
         """A sequence is suspended, and host copies that were there are its own now; those that are
         still on the way are not wanted any more."""
@@ -505,18 +527,19 @@ class Reuse:
         if holder in node.holders:
             self.index.release(node, holder)
 
-    def make_room(self, slots: int, spare: Node | None = None) -> bool:
+    def make_room(self, slots: int, spare: Iterable[Node] = ()) -> bool:
         """Evict pages that are nobody's, or on the GPU too, until that many slots are free, or none
         can go; whether that was enough.
 
-        The least recently used first, and never one that something is kept behind; none up to
-        `spare`.
+        The least recently used first, and never one that something is kept behind; none of `spare`
+        nor what comes before them.
         """
-        if spare is not None:
-            self.index.hold(spare, ("room", 0))
+        spare = dict.fromkeys(spare)
+        for node in spare:
+            self.index.hold(node, ("room", 0))
         self._make_room(slots)
-        if spare is not None:
-            self.index.release(spare, ("room", 0))
+        for node in spare:
+            self.index.release(node, ("room", 0))
         return slots <= self.host.free
 
     def _make_room(self, slots: int) -> None:

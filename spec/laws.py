@@ -317,7 +317,8 @@ def hits_stay(view: View) -> Iterator[str]:
 def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterator[str]:
     """Sequences that completions did not touch are the same, and so is where their bytes are.
 
-    Parked, pooled and coming memory may have changed places, and nobody's pages may be gone.
+    Parked, pooled and coming memory may have changed places, nobody's pages may be gone, and copies
+    may have become aliases.
     """
     old = {seq.uid: seq for seq in before.sequences if seq.uid not in touched}
     new = {seq.uid: seq for seq in after.sequences if seq.uid not in touched}
@@ -327,7 +328,7 @@ def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterat
     for uid in old.keys() & new.keys():
         if _same(old[uid]) != _same(new[uid]):
             yield f"sequence {uid} changed from {old[uid]} to {new[uid]}"
-        if charged_before.get(uid) != charged_after.get(uid):
+        if not _remapped(charged_before.get(uid), charged_after.get(uid)):
             yield f"the memory of sequence {uid} changed"
 
 
@@ -337,9 +338,21 @@ def _same(seq: SequenceFact) -> SequenceFact:
     return evolve(seq, pages=seq.pages.translate(_ROLES), blocks=())
 
 
-def _memory(view: View) -> dict[int | None, tuple[int, ...]]:
-    """The frames that each sequence pays for, by uid."""
-    return {fact.owner: fact.frame_ids[: _charged(fact)] for fact in view.ranges}
+_Memory = tuple[int, tuple[int, ...]]
+
+
+def _memory(view: View) -> dict[int | None, _Memory]:
+    """How much of each sequence's memory is a span's, and the frames that it pays for, by uid."""
+    return {
+        fact.owner: (len(fact.aliases), fact.frame_ids[: _charged(fact)]) for fact in view.ranges
+    }
+
+
+def _remapped(before: _Memory | None, after: _Memory | None) -> bool:
+    """The same memory, but that a span may have taken the place of the first frames."""
+    if before is None or after is None:
+        return before is after
+    return before[0] <= after[0] and before[1][after[0] - before[0] :] == after[1]
 
 
 def _charged(fact: RangeFact) -> int:

@@ -388,3 +388,21 @@ def test_a_page_that_somebody_computed_is_not_replaced(open_manager: Open) -> No
     with pytest.raises(OutOfFrames):
         hungry.resize(16)
     assert sorted(seq.shared_tokens for seq in seqs) == [0, 12]
+
+
+def test_a_span_is_in_use_while_one_behind_it_is(open_manager: Open) -> None:
+    """Who maps the second of a chain maps the first too, from its home."""
+    kv = open_manager(slots=0, frames=24, max_tokens=24, spans="all")
+    first = said(kv, LONG[:8])
+    second = more(kv, [*LONG, 0])
+    go_on(kv, second, LONG)
+    third = more(kv, [*LONG, 1])
+    second.close()
+    assert third.range is not None
+    assert first.shared_tokens == 8
+    with pytest.raises(IllegalTransition):
+        first.rewind(3)
+    third.close()
+    first.rewind(3)
+    assert wrong(kv, first, LONG[:3]) == 0
+    assert kv.probe_reuse([*LONG, 1]) == 2

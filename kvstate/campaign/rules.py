@@ -184,7 +184,8 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
     like, prompt = _birth(random), _ids(random, 3)
     if player.texts and random.random() < 0.7:
         story, known = random.choice(player.texts)
-        like = story.born if story.born and random.random() < 0.9 else like
+        born = story.born if story.born and random.random() < 0.9 else like
+        like = born if random.random() < 0.85 else replace(born, extra_keys=like.extra_keys)
         prompt = [*known, *prompt]
     name = player.next_name()
     if random.random() < 0.4:
@@ -202,7 +203,7 @@ def _birth(random: Random) -> trace.Create:
         max_tokens=1,
         salt=random.choice(("", "", "", "aa", "bb")),
         adapter=random.choice((None, None, None, None, 1, "1", "hex:31")),
-        extra_keys={} if random.random() < 0.9 else {str(random.randrange(3)): ["5a"]},
+        extra_keys={} if random.random() < 0.75 else {str(random.randrange(3)): ["5a"]},
     )
 
 
@@ -259,7 +260,9 @@ def _twins(player: Player, random: Random) -> trace.AnyCall | None:
             calls.append(trace.Settle(step=step))
             calls.append(trace.Commit(seq=name, tokens=prompt[:length]))
     first = _in_a_row(player, calls)
-    if random.random() < 0.4:
+    if random.random() < 0.25:
+        player.planned.extend(_doubles(player, random, names, prompt))
+    elif random.random() < 0.4:
         player.planned.extend(_succession(player, random, names, prompt))
     elif not together and random.random() < 0.5:
         if random.random() < 0.5:
@@ -267,6 +270,24 @@ def _twins(player: Player, random: Random) -> trace.AnyCall | None:
         player.planned.append(trace.Rewind(seq=names[0], tokens=random.randint(0, block)))
         player.planned.append(lambda player, random: _go_on(player, random, names[0]))
     return first
+
+
+def _doubles(
+    player: Player, random: Random, names: list[int], prompt: list[int]
+) -> Iterator[trace.AnyCall | Rule]:
+    """Two load at the same time what somebody has left on the host; a third maps what one of them
+    has; then memory is wanted."""
+    most = player.config.max_tokens
+    yield from (trace.Close(seq=name) for name in names)
+    yield trace.Poll()
+    loading = [player.next_name() for _ in range(3)]
+    longer = [*prompt, *_ids(random, 3)]
+    yield from (trace.Create(seq=name, max_tokens=most, prompt=longer) for name in loading)
+    yield from (trace.Resume(seq=name, stream=random.randrange(STREAMS)) for name in loading[:2])
+    yield from (trace.Poll(), trace.Poll())
+    yield trace.Resume(seq=loading[2], stream=random.randrange(STREAMS))
+    yield trace.Resize(seq=random.choice(loading), tokens=most)
+    yield lambda player, random: _go_on(player, random, loading[2])
 
 
 def _succession(

@@ -244,13 +244,6 @@ FAULTS = (
         "B149",
     ),
     Fault(
-        "a hit is not held while it is copied",
-        "kvstate/reuse.py",
-        '            self.index.hold(last, ("load", transfer.token))\n',
-        "            pass\n",
-        "B79",
-    ),
-    Fault(
         "the range of the owner is not held while a hit is copied from it",
         "kvstate/admission.py",
         "transfer.sources = [source for source in sources if source is not None]",
@@ -258,25 +251,11 @@ FAULTS = (
         "B20",
     ),
     Fault(
-        "a rewind does not wait for who copies its pages",
-        "kvstate/manager.py",
-        "        if seq.range is not None and seq.range.holders:\n",
-        "        if not seq:\n",
-        "B22",
-    ),
-    Fault(
         "the whole prompt is taken from others",
         "kvstate/admission.py",
         "most = min(max(0, len(prompt) // ID_BYTES - 1), max_tokens)",
         "most = min(len(prompt) // ID_BYTES, max_tokens)",
         "        most = min(max(0, known), seq.max_tokens)",
-    ),
-    Fault(
-        "what a sequence leaves is copied as if it were in one piece",
-        "kvstate/manager.py",
-        "pages = [seq.range.base + node.ordinal * block_bytes for node in nodes]",
-        "pages = [seq.range.base + (nodes[0].ordinal + at) * block_bytes\n"
-        "                 for at in range(len(nodes))]",
     ),
     Fault(
         "nobody inherits the canonical page",
@@ -348,19 +327,6 @@ FAULTS = (
         "B116",
     ),
     Fault(
-        "a span takes blocks that somebody else has",
-        "kvstate/spans.py",
-        "        canonical = all(node.owner is owner for node in hits[first:blocks])\n",
-        "        canonical = True\n",
-    ),
-    Fault(
-        "a span takes pages whose bytes are not there yet",
-        "kvstate/spans.py",
-        "        return states.count(COMMITTED.code) == len(states)\n",
-        "        return True\n",
-        "B151",
-    ),
-    Fault(
         "a spilled span stays in the index",
         "kvstate/reclaim.py",
         "        self.reuse.spilled(span)\n",
@@ -385,5 +351,82 @@ FAULTS = (
         "kvstate/arena.py",
         "        return 0 if cells is self.aliases else self.shared\n",
         "        return 0\n",
+    ),
+    Fault(
+        "a host copy is found before it has ended",
+        "kvstate/reuse.py",
+        "self.index.give_slot(node, slot, landed=token is None)",
+        "self.index.give_slot(node, slot)",
+        "B127",
+    ),
+    Fault(
+        "an heir's page is taken for what the host has a copy of",
+        "kvstate/reuse.py",
+        "            node.edition = heir.editions[node.ordinal]\n        return changed\n",
+        "            node.edition = heir.editions[node.ordinal]\n        return []\n",
+    ),
+    Fault(
+        "what somebody computed is remapped",
+        "kvstate/spans.py",
+        "sharing if copies and same and sharing",
+        "sharing if copies and sharing",
+    ),
+    Fault(
+        "a suspend takes a copy that is still on the way",
+        "kvstate/reuse.py",
+        "            if states[node.slot] == MIRROR.code\n        }",
+        "            if states[node.slot] in (MIRROR.code, MIRRORING.code)\n        }",
+        "B127",
+    ),
+    Fault(
+        "a fork copies one token less than its parent has",
+        "kvstate/admission.py",
+        "            length = match.tail_tokens * self.geometry.row_bytes\n",
+        "            length = (match.tail_tokens - 1) * self.geometry.row_bytes\n",
+        "B116",
+    ),
+    Fault(
+        "a fork has the winner's bytes",
+        "kvstate/admission.py",
+        "(aliased or node.owner is seq)",
+        "True",
+        "B116",
+    ),
+    Fault(
+        "extra keys do not matter to part of a block",
+        "kvstate/index.py",
+        "if node.key[self.block_bytes :] == tail]",
+        "if node.key]",
+        "B74",
+    ),
+    Fault(
+        "extra keys are left out of what is committed",
+        "kvstate/stepping.py",
+        "        if seq.extras:\n",
+        "        if not seq.keys and not keys:\n",
+        "B73",
+    ),
+    Fault(
+        "what is cleared is found by who was there before",
+        "kvstate/admission.py",
+        "        identity = self.reuse.current(seq.identity)\n"
+        "        return self._look_up(identity,",
+        "        identity = seq.identity\n        return self._look_up(identity,",
+        "B67",
+    ),
+    Fault(
+        "a rewind does not wait for who reads its pages",
+        "kvstate/manager.py",
+        "        if seq.range is not None and seq.range.holders:\n"
+        "            self.flight.quiesce()\n",
+        "",
+        "B22",
+    ),
+    Fault(
+        "a promise is not counted by who grows",
+        "kvstate/core.py",
+        "        self._check_promises(what, uses)\n",
+        "",
+        "B136",
     ),
 )  # fmt: skip
