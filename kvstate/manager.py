@@ -119,6 +119,9 @@ class Manager(Admission):
         shrinks = range_ is not None and frames < range_.used
         self._legal(_SHRINK if shrinks else _GROW, seq)
         self._check_length(seq, "resize", seq.written_tokens, capacity_tokens, seq.max_tokens)
+        if shrinks and seq.steps and self.flight.ignored is None:
+            self.flight.quiesce()  # a step whose tokens were taken back may still write there
+            self._legal(_SHRINK, seq)
         if shrinks:
             self._shrink(seq, frames)
         else:
@@ -126,8 +129,6 @@ class Manager(Admission):
 
     def _shrink(self, seq: Sequence, frames: int) -> None:
         assert seq.range is not None
-        if seq.steps and self.flight.ignored is None:
-            self.flight.quiesce()  # a step whose tokens were taken back may still write there
         blocks, capacity = self.geometry.blocks, self._capacity(seq, frames)
         plan = self.flight.plan()
         plan.operands = {

@@ -80,8 +80,8 @@ CARD_FAULTS = (
     CardFault(
         "unmap without quiesce, seen before the driver faults",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.spill(max(fresh",
-        "            self.spill(max(fresh",
+        "            self.flight.quiesce()\n            self.remap(",
+        "            self.remap(",
         "S03",
         kinds=("fault",),
     ),

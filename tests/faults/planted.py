@@ -430,3 +430,41 @@ FAULTS = (
         "B136",
     ),
 )  # fmt: skip
+
+SEEN_BY_CASES = (
+    Fault(
+        "a hit is not held while it is copied",
+        "kvstate/reuse.py",
+        '            self.index.hold(last, ("load", transfer.token))\n',
+        "            pass\n",
+        "B79",
+    ),
+    Fault(
+        "a rewind does not wait for who copies its pages",
+        "kvstate/manager.py",
+        "        if seq.range is not None and seq.range.holders:\n",
+        "        if not seq:\n",
+        "B22",
+    ),
+    Fault(
+        "what a sequence leaves is copied as if it were in one piece",
+        "kvstate/manager.py",
+        "pages = [seq.range.base + node.ordinal * block_bytes for node in nodes]",
+        "pages = [seq.range.base + (nodes[0].ordinal + at) * block_bytes\n"
+        "                 for at in range(len(nodes))]",
+    ),
+    Fault(
+        "a span takes blocks that somebody else has",
+        "kvstate/spans.py",
+        "        canonical = all(node.owner is owner for node in hits[first:blocks])\n",
+        "        canonical = True\n",
+    ),
+    Fault(
+        "a span takes pages whose bytes are not there yet",
+        "kvstate/spans.py",
+        "        return states.count(COMMITTED.code) == len(states)\n",
+        "        return True\n",
+        "B151",
+    ),
+)  # fmt: skip
+"""Those that a case of the corpus sees at once, and drawn calls too seldom."""
