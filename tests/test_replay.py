@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from kvstate import GpuTier, HostTier, LayerSpec, Manager, TraceError
-from kvstate.campaign.engine import OWN_IDS, Engine, Request
+from kvstate.campaign.engine import DEFAULT_PACE, OWN_IDS, Engine, Pace, Request
 from kvstate.campaign.model import Story
 from kvstate.campaign.replay import (
     ReplayReport,
@@ -30,14 +30,22 @@ SHAPE = LayerSpec(kv_heads=1, head_dim=8, dtype="float16")
 
 def replay(
     requests: list[Request], gpu: int, host: int, streams: str = "eager", device: str = "host",
-    batch: int = 16,
+    batch: int = 16, pace: Pace = DEFAULT_PACE,
 ) -> ReplayReport:  # fmt: skip
+    engine = engine_of(gpu, host, streams, device, batch, pace)
+    work = [scaled(request, 1.0, engine.kv.config.max_tokens) for request in requests]
+    return replay_report(engine, engine.run(work), len(work), 0, 1.0)
+
+
+def engine_of(
+    gpu: int, host: int, streams: str = "eager", device: str = "host", batch: int = 16,
+    pace: Pace = DEFAULT_PACE,
+) -> Engine:  # fmt: skip
+    """An engine with frames of 128 tokens."""
     frame = 4096
     tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
     config = serving_config(SHAPE, *tiers, block=32, batch=batch)
-    work = [scaled(request, 1.0, config.max_tokens) for request in requests]
-    engine = Engine(config, open_device(device, streams=streams, seed=1), batch)
-    return replay_report(engine, engine.run(work), len(work), 0, 1.0)
+    return Engine(config, open_device(device, streams=streams, seed=1), batch, pace=pace)
 
 
 def mooncake(count: int) -> list[Request]:
@@ -215,7 +223,7 @@ def test_hits_are_the_whole_blocks_of_what_is_shared() -> None:
              if one.content[0] in known]  # fmt: skip
     wanted = sum(min(tokens, 59) // 32 * 32 for _, tokens in again)
     report = replay(requests, gpu=200, host=400, batch=1)
-    assert report.hits == {"host": wanted, "live": 0}
+    assert report.hits == {"alias": 0, "live": 0, "span": 0, "host": wanted}
     tokens = sum(min(tokens, 59) for _, tokens in again)
     assert report.hit_rate == round(tokens / (40 * 60), 4) > 0.3
     assert (report.mismatches, report.violations) == (0, [])
@@ -227,8 +235,82 @@ def test_shared_prompts_under_pressure() -> None:
     report = replay(requests, gpu=80, host=90, streams="adversarial")
     assert report.requests_finished == 60
     assert (report.mismatches, report.violations) == (0, [])
-    assert min(report.hits.values()) > 0
+    assert min(report.hits[source] for source in ("alias", "live", "host")) > 0
+    assert report.hits["alias"] == report.alias_maps * 128
+    assert report.promotions > 0
+    assert report.spans_spilled > 0
     assert report.bytes_verified > 3_000_000
+
+
+def test_hits_say_how_they_came() -> None:
+    """One after the other: the second maps three frames of the first and outlives it. The third
+    wants one and a half of them: the half is copied from the span that the first has left."""
+    requests = [
+        Request(390, 5, ((1, 384),)), Request(390, 60, ((1, 384),)), Request(390, 5, ((1, 200),)),
+    ]  # fmt: skip
+    report = replay(requests, gpu=40, host=40, batch=2, pace=Pace(most_admitted=1))
+    assert report.hits == {"alias": 384 + 128, "live": 0, "span": 64, "host": 0}
+    assert report.alias_maps == 4
+    assert (report.promotions, report.spans_spilled) == (0, 0)
+    assert report.hit_rate == round(576 / (3 * 390), 4)
+    assert (report.mismatches, report.violations) == (0, [])
+
+
+def test_one_that_comes_back_from_the_host_is_found_on_the_gpu_again() -> None:
+    requests = [Request(100, 5, ((1, 96),))] * 3
+    one = replay(requests, gpu=40, host=40, batch=1)
+    assert one.hits == {"alias": 0, "live": 0, "span": 0, "host": 2 * 96}
+    assert one.promotions == 2 * 3
+    few = replay(requests, gpu=40, host=40, batch=3, pace=Pace(most_admitted=1))
+    assert few.hits == {"alias": 0, "live": 2 * 96, "span": 0, "host": 0}
+    assert few.promotions == 0
+
+
+# Its pace, and an early end.
+
+
+def test_a_step_reads_all_history_if_that_is_asked_for() -> None:
+    """Four steps after the prompt read what is there; the end reads everything once more."""
+    work = [Request(100, 4)]
+    rows = 100 + 101 + 102 + 103 + 104
+    everything = replay(work, gpu=20, host=0, pace=Pace(read_tokens=None))
+    assert everything.bytes_verified == rows * SHAPE.token_bytes
+    some = replay(work, gpu=20, host=0, pace=Pace(read_tokens=None, most_bytes=800))
+    assert some.bytes_verified == (25 + 3 * 21 + 104) * SHAPE.token_bytes
+
+
+def test_the_laws_are_checked_as_often_as_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Manager] = []
+    monkeypatch.setattr("kvstate.campaign.engine.check_laws", asked.append)
+    for every, times in ((None, 1), (2, 1 + 3)):
+        asked.clear()
+        replay(uniform(1, 10, 5), gpu=20, host=0, pace=Pace(laws_every=every))
+        assert len(asked) == times
+
+
+def test_no_more_are_let_in_at_a_time_than_is_said() -> None:
+    seen = []
+    engine = engine_of(100, 0, pace=Pace(most_admitted=2))
+    engine.run(uniform(7, 50, 20), lambda now: seen.append(now.requests_admitted))
+    assert seen[:5] == [2, 4, 6, 7, 7]
+    assert engine.outcome.requests_finished == 7
+
+
+@pytest.mark.parametrize("streams", ["eager", "adversarial"])
+def test_a_replay_that_is_stopped_reads_everybody_back_and_leaves_nothing(streams: str) -> None:
+    engine = engine_of(60, 30, streams)
+    outcome = engine.run(uniform(50, 300, 200), stop=lambda: engine.outcome.steps == 260)
+    assert outcome.steps == 260
+    assert 0 < outcome.requests_finished < outcome.requests_admitted < 50
+    assert engine.kv.counters["suspends"] > 0
+    assert (outcome.mismatches, outcome.violations) == (0, [])
+    assert engine.device.ledger().empty
+
+
+def test_content_is_what_others_may_begin_with_too() -> None:
+    assert Request(100, 20, ((3, 41), (4, 41))).content_tokens == 82
+    assert Request(100, 20, ((3, 141),)).content_tokens == 100
+    assert Request(100, 20).content_tokens == 0
 
 
 # The engine's own books.

@@ -5,8 +5,9 @@ step together, a chunk of prompt or one new token each. When a step finds no fra
 is preempted: suspended if the host has room, else dropped and computed again. The oldest is never
 a victim while others run, so it finishes, and so does every request after it.
 
-A step writes real bytes and reads back a rotating sample of history; everything is read back after
-each copy and when a request finishes.
+A step writes real bytes and reads back a rotating sample of history, or all of it; everything is
+read back after each copy and when a request finishes. How many are let in at a time, and how much
+is read, is the engine's pace.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ from kvstate.pattern import GOLDEN
 from kvstate.sequence import Sequence
 
 SAMPLE_TOKENS = 32
-"""How much history a step reads back of each sequence."""
+"""How much history a step reads back of each sequence, unless its pace says otherwise."""
 OWN_IDS = 1 << 30
 """Ids from here on are of one request alone; those of named content are below."""
 LAWS_EVERY = 64
-"""Steps from one check of the laws to the next."""
+"""Steps from one check of the laws to the next, unless its pace says otherwise."""
 
 
 Piece = tuple[int, int]
@@ -66,6 +67,29 @@ class Request:
         """Prompt and output."""
         return self.prompt_tokens + self.output_tokens
 
+    @property
+    def content_tokens(self) -> int:
+        """How much of its prompt is content that others may begin with too."""
+        return min(self.prompt_tokens, sum(tokens for _, tokens in self.content))
+
+
+@frozen
+class Pace:
+    """How an engine goes about it, besides the size of its batch and of its chunks."""
+
+    most_admitted: int | None = None
+    """Requests that one step lets in at the most; None for as many as the gate does."""
+    read_tokens: int | None = SAMPLE_TOKENS
+    """How much history a step reads back of each sequence; None for all of it."""
+    most_bytes: int | None = None
+    """Of what a step reads back, evenly spread pieces of about that much are looked at; None for
+    all of it."""
+    laws_every: int | None = LAWS_EVERY
+    """Steps from one check of the laws to the next; None for only one, at the end."""
+
+
+DEFAULT_PACE = Pace()
+
 
 @define(eq=False)
 class Running:
@@ -86,6 +110,7 @@ class Running:
 class Outcome:
     """What came of a workload."""
 
+    requests_admitted: int = 0
     requests_finished: int = 0
     tokens: int = 0
     """Tokens computed, those computed again included."""
@@ -96,21 +121,26 @@ class Outcome:
     violations: list[str] = field(factory=list)
     prompt_tokens: int = 0
     """Tokens that were looked up, of requests that began or began again."""
+    content_tokens: int = 0
+    """Those of them that others may begin with too."""
     hit_tokens: int = 0
     """Those of them that came from others."""
     mapping_calls_at_tenth: int | None = None
     """Mapping calls when a tenth of the requests had finished."""
     mapping_calls_end: int = 0
     """Mapping calls when the last had."""
+    spans_spilled: int = 0
+    """Spans that had been given up under pressure by then. The manager's end gives up the rest."""
 
 
 class Engine:
     """Runs requests to their end on one manager and device."""
 
     def __init__(
-        self, config: Config, device: ByteDevice, batch: int, chunk_tokens: int = 2048
-    ) -> None:
-        self.kv = Manager(config, device)
+        self, config: Config, device: ByteDevice, batch: int, chunk_tokens: int = 2048,
+        pace: Pace = DEFAULT_PACE,
+    ) -> None:  # fmt: skip
+        self.kv, self.pace = Manager(config, device), pace
         self.device, self.batch_limit, self.chunk_tokens = device, batch, chunk_tokens
         self.row_bytes = self.kv.geometry.row_bytes
         device.set_rows(self.row_bytes)
@@ -126,9 +156,13 @@ class Engine:
         self._cursor = 0
 
     def run(
-        self, requests: Iterable[Request], tell: Callable[[Outcome], None] = lambda _: None
+        self,
+        requests: Iterable[Request],
+        tell: Callable[[Outcome], None] = lambda _: None,
+        stop: Callable[[], bool] = lambda: False,
     ) -> Outcome:
-        """Run all requests to their end; `tell` is given the outcome so far after each step."""
+        """Run all requests to their end; `tell` is given the outcome so far after each step, and
+        `stop` is asked after it: then whoever runs is read back and let go of unfinished."""
         self.waiting.extend(requests)
         tenth = max(1, len(self.waiting) // 10)
         with self.kv:
@@ -137,7 +171,10 @@ class Engine:
                 if self.outcome.requests_finished >= tenth:
                     self._note_tenth()
                 tell(self.outcome)
+                if stop():
+                    self._give_up()
             self.outcome.mapping_calls_end = self.mapping_calls()
+            self.outcome.spans_spilled = self.kv.counters["spilled_spans"]
             self._read_checks()
             self._laws()
         try:
@@ -159,22 +196,28 @@ class Engine:
         self._step()
         self._finish()
         self.outcome.frames_peak = max(self.outcome.frames_peak, self.kv.gpu.charged)
-        if self.outcome.steps % LAWS_EVERY == 0:
+        every = self.pace.laws_every
+        if every is not None and self.outcome.steps % every == 0:
             self._laws()
 
     def _admit(self) -> None:
         """Let in whom the gate allows: first those that were suspended, the oldest first."""
-        while len(self.running) < self.batch_limit:
-            if self.suspended:
-                if not self._resume(self.suspended[0]):
-                    return
-                self._enter(self.suspended.popleft())
-            elif self.waiting and self.kv.admits(self.waiting[0].prompt_tokens):
-                self._start(self.waiting.popleft())
-            else:
+        room = self.batch_limit - len(self.running)
+        for _ in range(min(room, self.pace.most_admitted or room)):
+            if not self._admit_one():
                 return
 
-    def _start(self, request: Request) -> None:
+    def _admit_one(self) -> bool:
+        if self.suspended:
+            if not self._resume(self.suspended[0]):
+                return False
+            self._enter(self.suspended.popleft())
+            return True
+        if self.waiting and self.kv.admits(self.waiting[0].prompt_tokens):
+            return self._start(self.waiting.popleft())
+        return False
+
+    def _start(self, request: Request) -> bool:
         tokens = request.token_ids(self._started)
         prompt, block = tokens[: request.prompt_tokens], self.kv.config.tokens_per_block
         seq = self.kv.create(prompt, request.total_tokens)
@@ -182,12 +225,14 @@ class Engine:
             seq.uid, request.total_tokens, b"", committing=True, prompt=prompt, block_tokens=block
         )
         one = Running(request, seq, story, tokens, request.prompt_tokens)
-        if self._resume(one):
-            self._enter(one)
-            self._started += 1
-        else:
+        if not self._resume(one):
             self.kv.close_sequence(seq)
             self.waiting.appendleft(request)
+            return False
+        self._enter(one)
+        self._started += 1
+        self.outcome.requests_admitted += 1
+        return True
 
     def _resume(self, one: Running) -> bool:
         try:
@@ -201,6 +246,7 @@ class Engine:
         fresh = not one.story.settled
         if fresh:
             self.outcome.prompt_tokens += one.known_tokens
+            self.outcome.content_tokens += one.request.content_tokens
         if fresh and one.seq.committed_tokens:
             begin(self.kv, self.library, one.seq, one.story, self.stream)
             self.outcome.hit_tokens += one.seq.matched_tokens
@@ -236,10 +282,11 @@ class Engine:
             one.tokens[first : first + count]
             for one, first, count in zip(self.running, firsts, counts, strict=True)
         ]
-        if max(counts) == 1:
+        chunked = max(counts) > 1
+        if not chunked:
             self.kv.commit_each(self.batch, [ids[0] for ids in said])
         for one, ids in zip(self.running, said, strict=True):
-            if max(counts) > 1:
+            if chunked:
                 self.kv.commit(one.seq, ids)
             one.story.name(ids)
             self.library.enter(one.story)
@@ -252,7 +299,7 @@ class Engine:
         return min(known, self.chunk_tokens) if known > 0 else 1
 
     def _launch(self, counts: list[int]) -> None:
-        """Read a sample of history, then write the new tokens."""
+        """Read history, or a sample of it, then write the new tokens."""
         reads, writes, row = [], [], self.row_bytes
         self._cursor += SAMPLE_TOKENS
         entries = publish(self.kv, self.stream, [one.seq for one in self.running])
@@ -260,11 +307,17 @@ class Engine:
             story = one.story
             start = story.scheduled
             if start:
-                first = self._cursor % start
-                reads += story.rows(0, first, min(first + SAMPLE_TOKENS, start), row, at)
+                reads += story.rows(0, *self._window(start), row, at)
             writes.append((start * row, start, count, story.write(count), at))
-        self._verify(reads)
+        self._verify(reads, self.pace.most_bytes)
         self.device.write(self.stream, np.array(writes, SEGMENT))
+
+    def _window(self, length_tokens: int) -> tuple[int, int]:
+        """Which tokens of that much history a step reads back."""
+        if self.pace.read_tokens is None:
+            return 0, length_tokens
+        first = self._cursor % length_tokens
+        return first, min(first + self.pace.read_tokens, length_tokens)
 
     def _preempt(self, one: Running) -> None:
         """Take the memory of the youngest: its bytes go to the host, or are computed again."""
@@ -287,6 +340,18 @@ class Engine:
                 self.kv.close_sequence(one.seq, self.device.record(self.stream))
                 self.outcome.requests_finished += 1
 
+    def _give_up(self) -> None:
+        """Let go of whoever is left, after reading all of them back."""
+        self.waiting.clear()
+        self.kv.poll()
+        self._after_copies()
+        for one in self.running:
+            self._verify_resident(one)
+        for one in (*self.running, *self.suspended):
+            self.kv.close_sequence(one.seq, self.device.record(self.stream))
+        self.running.clear()
+        self.suspended.clear()
+
     # Reading back.
 
     def _after_copies(self) -> None:
@@ -308,9 +373,10 @@ class Engine:
         self._verify(host_rows(self.kv, one.seq, one.story))
         self.device.synchronize(self.stream)
 
-    def _verify(self, rows: list[SegmentRow]) -> None:
+    def _verify(self, rows: list[SegmentRow], most_bytes: int | None = None) -> None:
         if rows:
-            self._checks.append(self.device.verify(self.stream, np.array(rows, SEGMENT)))
+            segments = np.array(rows, SEGMENT)
+            self._checks.append(self.device.verify(self.stream, segments, most_bytes))
 
     def _read_checks(self) -> None:
         self.device.synchronize(self.stream)

@@ -11,7 +11,7 @@ Arrival times are not kept: the loop is closed.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Annotated, Final
@@ -23,12 +23,15 @@ from rich.table import Table
 from kvstate.campaign.engine import Engine, Outcome, Piece, Request
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 from kvstate.errors import TraceError
+from kvstate.manager import Manager
 from kvstate.trace import open_lines
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
 MOONCAKE_BLOCK_TOKENS: Final = 512
 SPREAD: Final = 0.5
 """How far a drawn length may be from the mean, as a part of it."""
+SOURCES: Final = ("alias", "live", "span", "host")
+"""How what others have computed comes to a newcomer."""
 
 
 class MooncakeLine(msgspec.Struct, frozen=True):
@@ -66,7 +69,15 @@ class ReplayReport(msgspec.Struct, frozen=True):
     hit_rate: float
     """Of the tokens of all prompts, those that came from others."""
     hits: dict[str, int]
-    """The same in tokens, by where they were: `host`, or `live` (with who computed them)."""
+    """The same in tokens, by how they came: by `alias`, without a copy; or by one from whoever has
+    them (`live`), from a `span` that outlived its owner, or from the `host`."""
+    alias_maps: int
+    """Frames of spans that newcomers have mapped."""
+    promotions: int
+    remaps: int
+    """Blocks that only the host had, and of which a page on the GPU became canonical."""
+    spans_spilled: int
+    """Spans that were given up under pressure."""
     kept_blocks: int
     """Blocks that outlived their sequences on the host."""
     evicted_blocks: int
@@ -127,16 +138,17 @@ def sharing(
     if not 0 <= share <= 1:
         raise ValueError(f"a share of {share} is not from 0 to 1")
     random = Random(seed)
-    common = [(name, _drawn(random, mean_tokens)) for name in range(prompts)]
+    common = [(name, drawn(random, mean_tokens)) for name in range(prompts)]
     found = []
     for own, request in enumerate(requests, prompts):
         shares = random.random() < share
-        piece = random.choice(common) if shares else (own, _drawn(random, mean_tokens))
+        piece = random.choice(common) if shares else (own, drawn(random, mean_tokens))
         found.append(evolve(request, content=(piece,)))
     return found
 
 
-def _drawn(random: Random, mean_tokens: int) -> int:
+def drawn(random: Random, mean_tokens: int) -> int:
+    """A length: half to one and a half of the mean, each as likely, and at least one token."""
     return max(1, round(mean_tokens * random.uniform(1 - SPREAD, 1 + SPREAD)))
 
 
@@ -188,27 +200,38 @@ def replay_report(
         seconds=round(seconds, 2),
         steps_per_second=round(outcome.steps / seconds, 1),
         hit_rate=round(outcome.hit_tokens / max(1, outcome.prompt_tokens), 4),
-        hits={
-            source: counters[f"hit_blocks.{source}"] * engine.kv.config.tokens_per_block
-            for source in ("host", "live")
-        },
+        hits=hit_tokens(engine.kv, counters),
+        alias_maps=counters["aliased_frames"],
+        promotions=counters["promotions"],
+        remaps=counters["remaps"],
+        spans_spilled=outcome.spans_spilled,
         kept_blocks=counters["kept_blocks"],
         evicted_blocks=counters["evicted_blocks"],
     )
 
 
+def hit_tokens(kv: Manager, counters: Mapping[str, int]) -> dict[str, int]:
+    """What counters say of hits, in tokens by how they came."""
+    block = kv.config.tokens_per_block
+    return {source: counters.get(f"hit_blocks.{source}", 0) * block for source in SOURCES}
+
+
 def replay_table(report: ReplayReport) -> Table:
     """The report for people."""
     table = Table(title="kvstate replay", show_header=False)
-    moved = f"{report.host_bytes_moved:,}"
+    moved, hits = f"{report.host_bytes_moved:,}", report.hits
     for name, value in (
         ("requests", f"{report.requests_finished:,} of {report.requests_total:,} finished"),
         ("tokens, steps", f"{report.tokens:,} in {report.steps:,} steps"),
         ("speed", f"{report.steps_per_second:,.0f} steps a second"),
         (
             "hit rate",
-            f"{report.hit_rate:.1%}, {report.hits['host']:,} tokens from the host, "
-            f"{report.hits['live']:,} from whoever runs",
+            f"{report.hit_rate:.1%}, {hits['alias']:,} tokens by alias, {hits['live']:,} copied "
+            f"from whoever runs, {hits['span']:,} from spans, {hits['host']:,} from the host",
+        ),
+        (
+            "frames by alias; spans spilled; promotions",
+            f"{report.alias_maps:,}; {report.spans_spilled:,}; {report.promotions:,}",
         ),
         ("blocks kept, evicted", f"{report.kept_blocks:,}, {report.evicted_blocks:,}"),
         ("suspends, resumes, drops", f"{report.suspends}, {report.resumes}, {report.drops}"),

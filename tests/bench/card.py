@@ -2,11 +2,12 @@
 
     PYTHONPATH=. python tests/bench/card.py all --json card.json
 
-or one of `calls`, `steady`, `copies`, `checks`, `frames`, `attention` in place of `all`. With
-`--device host --tiny` the same code runs in seconds without a GPU: to rehearse, not to measure.
-`all` takes about two and a half minutes on an H200, with 32 GiB of its memory and 4 GiB of the
-host's. The JSON document is written again after each benchmark, so that one that is stopped leaves
-what it has.
+or one of `calls`, `steady`, `copies`, `checks`, `frames`, `attention`, `sharing`, `admission` in
+place of `all`; `sharing` takes `admission` with it, unless `--part` says otherwise. With `--device
+host --tiny` the same code runs in seconds without a GPU: to rehearse, not to measure. `all` takes
+about six minutes on an H200. Up to 100 GiB of its memory and 30 GiB of the host's are for
+`sharing`; the others take 32 GiB and 4 GiB. The JSON document is written again after each
+benchmark, so that one that is stopped leaves what it has.
 
 A benchmark that moves a wrong byte fails. Exit codes: 0 all ran, 1 one failed, 2 misuse. Not a
 test: machines differ and are shared; what is compared is ours and the raw calls of the same run
@@ -19,8 +20,10 @@ import gc
 import platform
 import re
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Mapping
 from contextlib import closing
+from enum import StrEnum
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from time import perf_counter
@@ -38,16 +41,28 @@ from tests.bench.card_checks import checks
 from tests.bench.card_common import Card, Report
 from tests.bench.card_copies import copies
 from tests.bench.card_frames import frames
+from tests.bench.card_sharing import DEFAULTS, Settings, admission, sharing
 
-BENCHES: Final[dict[str, Callable[[Card], Report]]] = {
+Bench = Callable[[Card], Report]
+BENCHES: Final[dict[str, Bench]] = {
     "calls": calls, "steady": steady, "copies": copies, "checks": checks, "frames": frames,
-    "attention": attention,
+    "attention": attention, "sharing": sharing, "admission": admission,
 }  # fmt: skip
 
 KIND: Final = re.compile(r"cuda(:\d+)?|host")
+BOOKS_TOO: Final = re.compile(rf"{KIND.pattern}|null")
+"""Of a benchmark that also counts what needs no memory."""
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False)
 out = Console(width=180)
+
+
+class Part(StrEnum):
+    """What of `sharing` is measured."""
+
+    SHARING = "sharing"
+    ADMISSION = "admission"
+    BOTH = "both"
 
 
 class Document(msgspec.Struct):
@@ -61,13 +76,13 @@ class Document(msgspec.Struct):
     benchmarks: dict[str, Report] = {}
 
 
-def main(names: Iterable[str], card: Card, file: Path | None) -> bool:
+def main(benches: Mapping[str, Bench], card: Card, file: Path | None) -> bool:
     """Run benchmarks one after the other, print each, and write the document; whether all ran."""
     started = perf_counter()
     document = Document(card.kind, card.hardware, card.tiny, _versions())
     gc.freeze()
-    for name in names:
-        report = document.benchmarks[name] = _run(BENCHES[name], card)
+    for name, bench in benches.items():
+        report = document.benchmarks[name] = _run(bench, card)
         document.seconds = perf_counter() - started
         _show(name, report)
         if file is not None:
@@ -75,13 +90,15 @@ def main(names: Iterable[str], card: Card, file: Path | None) -> bool:
     return all(report.error is None for report in document.benchmarks.values())
 
 
-def _run(bench: Callable[[Card], Report], card: Card) -> Report:
+def _run(bench: Bench, card: Card) -> Report:
     started = perf_counter()
     try:
         report = bench(card)
     except Exception as error:
         traceback.print_exc()
-        report = Report(bench.__doc__ or "", error=f"{type(error).__name__}: {error}")
+        report = Report(
+            getattr(bench, "func", bench).__doc__ or "", error=f"{type(error).__name__}: {error}"
+        )
     report.seconds = perf_counter() - started
     gc.collect()
     return report
@@ -125,28 +142,70 @@ def _number(value: float | str | None) -> str:
     return f"{value:.3f}" if abs(value) < 10 else f"{value:,.1f}"
 
 
-def _command(names: tuple[str, ...]) -> Callable[..., None]:
+DeviceOption = Annotated[str, typer.Option(help="cuda, cuda:1, or host to rehearse")]
+TinyOption = Annotated[bool, typer.Option(help="small sizes: to rehearse")]
+JsonOption = Annotated[Path | None, typer.Option(help="write every figure here")]
+
+
+def _measure(
+    benches: Mapping[str, Bench], device: str, tiny: bool, json: Path | None,
+    kinds: re.Pattern[str] = KIND,
+) -> None:  # fmt: skip
+    if not kinds.fullmatch(device):
+        raise typer.BadParameter(f"{device!r}: no such device here", param_hint="device")
+    try:
+        card = Card(device, tiny=tiny)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error), param_hint="device") from None
+    with closing(card):
+        held = main(benches, card, json)
+    raise typer.Exit(0 if held else 1)
+
+
+def _command(benches: Mapping[str, Bench]) -> Callable[..., None]:
     def command(
-        device: Annotated[str, typer.Option(help="cuda, cuda:1, or host to rehearse")] = "cuda",
-        tiny: Annotated[bool, typer.Option(help="small sizes: to rehearse")] = False,
-        json: Annotated[Path | None, typer.Option(help="write every figure here")] = None,
+        device: DeviceOption = "cuda", tiny: TinyOption = False, json: JsonOption = None
     ) -> None:
-        if not KIND.fullmatch(device):
-            raise typer.BadParameter(f"{device!r}: use cuda, cuda:1 or host", param_hint="device")
-        try:
-            card = Card(device, tiny=tiny)
-        except ConfigError as error:
-            raise typer.BadParameter(str(error), param_hint="device") from None
-        with closing(card):
-            held = main(names, card, json)
-        raise typer.Exit(0 if held else 1)
+        _measure(benches, device, tiny, json)
 
     return command
 
 
+def _sharing(
+    *,
+    device: Annotated[
+        str, typer.Option(help="cuda, cuda:1, host to rehearse, or null to count")
+    ] = "cuda",
+    tiny: TinyOption = False,
+    json: JsonOption = None,
+    part: Annotated[Part, typer.Option(help="the serving runs, single admissions")] = Part.BOTH,
+    frame: Annotated[
+        list[int] | None, typer.Option(min=2, help="MiB of a frame in serving; may be repeated")
+    ] = None,
+    budget: Annotated[float, typer.Option(help="GiB of frames")] = DEFAULTS.budget_gib,
+    host: Annotated[float, typer.Option(help="GiB of host memory")] = DEFAULTS.host_gib,
+    seconds: Annotated[float, typer.Option(help="of each serving run")] = DEFAULTS.seconds,
+    read: Annotated[
+        float | None, typer.Option(help="GiB that a step reads back; by default all there is")
+    ] = DEFAULTS.read_gib,
+    seed: Annotated[int, typer.Option(help="of what requests say")] = DEFAULTS.seed,
+) -> None:
+    frames_mib = tuple(frame) if frame else DEFAULTS.frames_mib
+    settings = Settings(frames_mib, budget, host, seconds, read, seed)
+    benches: dict[str, Bench] = {
+        "sharing": partial(sharing, settings=settings),
+        "admission": admission,
+    }
+    if part is not Part.BOTH:
+        benches = {part.value: benches[part.value]}
+    _measure(benches, device, tiny, json, BOOKS_TOO)
+
+
 for _name, _bench in BENCHES.items():
-    app.command(_name, help=_bench.__doc__)(_command((_name,)))
-app.command("all", help="All of them, one after the other.")(_command(tuple(BENCHES)))
+    if _bench is not sharing:
+        app.command(_name, help=_bench.__doc__)(_command({_name: _bench}))
+app.command("sharing", help="Serving runs that share prompts, and single admissions.")(_sharing)
+app.command("all", help="All of them, one after the other.")(_command(BENCHES))
 
 
 if __name__ == "__main__":
