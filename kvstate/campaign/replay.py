@@ -74,8 +74,9 @@ class ReplayReport(msgspec.Struct, frozen=True):
     alias_maps: int
     """Frames of spans that newcomers have mapped."""
     promotions: int
-    remaps: int
     """Blocks that only the host had, and of which a page on the GPU became canonical."""
+    remaps: int
+    """Frames of copies that a span's frames took the place of."""
     spans_spilled: int
     """Spans that were given up under pressure."""
     kept_blocks: int
