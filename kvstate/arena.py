@@ -144,6 +144,10 @@ class Addresses:
             self.free.insert(at, (first, count))
 
 
+def _frames(range_: Range) -> int:
+    return len(range_.frames.ids)
+
+
 class Shelf:
     """Parked ranges that may stand in for one another."""
 
@@ -151,13 +155,14 @@ class Shelf:
         self.extents: list[int] = []
         """The extents that it has, sorted."""
         self._ranges: dict[int, list[Range]] = {}
-        """By extent, the latest last."""
+        """By extent, those with the most frames last."""
 
     def __iter__(self) -> Iterator[Range]:
         return chain.from_iterable(self._ranges.values())
 
     def fitting(self, extent_frames: int) -> Range | None:
-        """Of the smallest extent that fits, the latest. O(log)."""
+        """Of the smallest extent that fits, the one with the most frames mapped when it was parked,
+        which saves most mappings; of equals the latest. O(log)."""
         at = bisect_left(self.extents, extent_frames)
         return self._ranges[self.extents[at]][-1] if at < len(self.extents) else None
 
@@ -166,7 +171,7 @@ class Shelf:
         extent = range_.extent_frames
         if extent not in self._ranges:
             insort(self.extents, extent)
-        self._ranges.setdefault(extent, []).append(range_)
+        insort(self._ranges.setdefault(extent, []), range_, key=_frames)
 
     def take(self, range_: Range) -> None:
         """Remove a range. O(ranges of its extent)."""
@@ -192,8 +197,7 @@ class Arena:
         self.made = 0
 
     def fitting(self, extent_frames: int, signature: Signature = None) -> Range | None:
-        """The parked range to adopt that begins with just that: of the smallest extent that fits,
-        the latest parked. O(log)."""
+        """The parked range to adopt that begins with just that. O(log)."""
         shelf = self.parked.get(signature)
         return None if shelf is None else shelf.fitting(extent_frames)
 

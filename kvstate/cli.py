@@ -171,6 +171,9 @@ def replay(
     reuse: Annotated[
         bool, typer.Option(help="Keep what requests computed for others with the same prefix.")
     ] = True,
+    alias: Annotated[
+        bool, typer.Option(help="Map what others have on the GPU instead of copying it.")
+    ] = True,
     device: DeviceOption = "auto",
     streams: StreamsOption = Streams.EAGER,
     seed: Annotated[int, typer.Option(min=0, help="Of what --shared and streams draw.")] = 0,
@@ -190,7 +193,7 @@ def replay(
     with closing(open_named(device, streams.value, seed)) as opened, _progress(json) as tell:
         frame = frame or opened.granularity_bytes
         tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
-        config = serving_config(shape, *tiers, block=block, batch=batch, reuse=reuse)
+        config = serving_config(shape, *tiers, block=block, batch=batch, reuse=reuse, alias=alias)
         work = [scaled(request, scale, config.max_tokens) for request in found]
         engine, started = Engine(config, opened, batch, chunk), monotonic()
         outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))

@@ -345,3 +345,17 @@ def test_the_collector_is_as_it_was_after_the_laws(
     finally:
         gc.enable()
     assert set(found) == {False}
+
+
+def test_a_prefix_is_copied_if_mapping_is_off() -> None:
+    shape, tiers = LayerSpec(1, 8, "float16", 1), (GpuTier(80 * 4096, 4096), HostTier(80 * 4096))
+    requests = [Request(300, 40, ((1, 256),))] * 4
+    for alias in (True, False):
+        config = serving_config(shape, *tiers, block=32, batch=2, alias=alias)
+        device = HostDevice()
+        kv = Engine(config, device, 2, pace=Pace(most_admitted=1))
+        outcome = kv.run(requests)
+        assert (outcome.mismatches, outcome.violations) == (0, [])
+        done = kv.kv.counters
+        assert (done["hit_blocks.alias"] > 0) == alias
+        assert done["hit_blocks.alias"] + done["hit_blocks.live"] + done["hit_blocks.host"] > 0

@@ -155,12 +155,12 @@ def drawn(random: Random, mean_tokens: int) -> int:
 
 def serving_config(
     shape: LayerSpec, gpu: GpuTier, host: HostTier | None, *, block: int, batch: int,
-    reuse: bool = True,
+    reuse: bool = True, alias: bool = True,
 ) -> Config:  # fmt: skip
     """A configuration whose longest sequence fills the budget."""
     draft = Config(
         layers=[shape], gpu=gpu, host=host, tokens_per_block=block, max_tokens=1,
-        write_through="on_free" if reuse else "off",
+        write_through="on_free" if reuse else "off", spans="shared" if alias else "off",
     )  # fmt: skip
     sizes = Geometry(draft)
     longest = sizes.tokens(sizes.budget_frames)

@@ -415,14 +415,6 @@ FAULTS = (
         "B67",
     ),
     Fault(
-        "a rewind does not wait for who reads its pages",
-        "kvstate/manager.py",
-        "        if seq.range is not None and seq.range.holders:\n"
-        "            self.flight.quiesce()\n",
-        "",
-        "B22",
-    ),
-    Fault(
         "a promise is not counted by who grows",
         "kvstate/core.py",
         "        self._check_promises(what, uses)\n",
