@@ -9,6 +9,7 @@ and stopped earlier.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from time import monotonic
 from typing import Any
 
@@ -26,6 +27,7 @@ def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 
     while before != program and monotonic() < deadline:
         before = program
         program = _fewer(program, fails, deadline)
+        program = _without_each(program, fails, deadline)
         program = _simpler(program, fails, deadline)
     return program
 
@@ -43,6 +45,32 @@ def _fewer(program: Program, fails: Callable[[Program], bool], deadline: float) 
         if size == 1 or monotonic() >= deadline:
             return program
         size = max(1, size // 2)
+
+
+def _without_each(program: Program, fails: Callable[[Program], bool], deadline: float) -> Program:
+    """Take out all that one sequence does, or one step and its end: none of it may go alone."""
+    sequences = dict.fromkeys(call.seq for call in program if isinstance(call, trace.Create))
+    steps = dict.fromkeys(call.step for call in program if isinstance(call, trace.Step))
+    for without in [*(partial(_without, name) for name in sequences),
+                    *(partial(_without_step, name) for name in steps)]:  # fmt: skip
+        shorter = [call for call in map(without, program) if call is not None]
+        if monotonic() < deadline and len(shorter) < len(program) and fails(shorter):
+            program = shorter
+    return program
+
+
+def _without(name: int, call: trace.AnyCall) -> trace.AnyCall | None:
+    """What is left of a call without a sequence."""
+    if isinstance(call, trace.Step | trace.CommitEach) and name in call.seqs:
+        kept = [at for at, seq in enumerate(call.seqs) if seq != name]
+        seqs, tokens = [call.seqs[at] for at in kept], [call.tokens[at] for at in kept]
+        return replace(call, seqs=seqs, tokens=tokens) if kept else None
+    return None if getattr(call, "seq", None) == name else call
+
+
+def _without_step(name: int, call: trace.AnyCall) -> trace.AnyCall | None:
+    """What is left of a call without a step."""
+    return None if getattr(call, "step", None) == name else call
 
 
 def _simpler(program: Program, fails: Callable[[Program], bool], deadline: float) -> Program:
@@ -67,7 +95,10 @@ def _plainer(call: trace.AnyCall) -> Iterator[trace.AnyCall]:
         for at in range(len(call.seqs)):
             kept = [call.seqs[:at] + call.seqs[at + 1 :], call.tokens[:at] + call.tokens[at + 1 :]]
             yield replace(call, seqs=kept[0], tokens=kept[1])
-    plain: dict[str, Any] = {"after": False, "stream": 0, "salt": "", "accepted": None, "keep": 0}
+    plain: dict[str, Any] = {
+        "after": False, "stream": 0, "salt": "", "accepted": None, "keep": 0,
+        "adapter": None, "extra_keys": {}, "reserve": False, "commit": True,
+    }  # fmt: skip
     for name, value in plain.items():
         if getattr(call, name, value) != value:
             yield replace(call, **{name: value})

@@ -183,8 +183,8 @@ FAULTS = (
     Fault(
         "host room search does not see that a slot is taken",
         "kvstate/tiers.py",
-        "else states.find(wanted)\n",
-        "else states.find(wanted[1:])\n",
+        "states.startswith(wanted, self._cursor)",
+        "states.startswith(wanted[1:], self._cursor)",
     ),
     Fault(
         "frees are not awaited in the same pass",
