@@ -174,7 +174,8 @@ class Core:
     ) -> OutOfFrames:
         gpu = self.gpu
         reclaimable = gpu.parked + self.spans.spillable_frames
-        return OutOfFrames(what, needed, gpu.free, reclaimable, gpu.coming, place, uses)
+        protected = self.spans.protected_now
+        return OutOfFrames(what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected)
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__

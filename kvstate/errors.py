@@ -36,15 +36,16 @@ class OutOfFrames(CapacityError):
 
     `needed` frames were to become charged; `free` could be had at once, `reclaimable` are parked or
     in spans, `coming` wait for issued work. `place` is the check that refused: `gate`, `budget`,
-    `reserve`, `limit` or `addresses`.
+    `reserve`, `limit` or `addresses`. Of what is in spans, `protected` frames were not to be had.
     """
 
     def __init__(
         self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str,
-        uses: Mapping[Any, int] | None = None,
+        uses: Mapping[Any, int] | None = None, protected: int = 0,
     ) -> None:  # fmt: skip
         self.needed, self.free, self.place = needed, free, place
         self.reclaimable, self.coming = reclaimable, coming
+        self.protected = protected
         self.uses = uses or {}
         """Ranges whose parked frames the call itself counts on, and up to which frame."""
         super().__init__(

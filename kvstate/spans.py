@@ -296,12 +296,17 @@ class Spans:
         not among the latest used that make up the protected share, which one sequence alone may
         have too. O(n log n) in the spans."""
         chosen: list[Span] = []
-        alone = self.columns.states.count(ACTIVE.code) <= 1
-        kept = set(self._protected(0 if all_of_them or alone else self.protected_frames))
+        kept = set(self._protected(0 if all_of_them else self.protected_now))
         for span in sorted(self.registered.values(), key=lambda s: (s.used, -s.first_frame)):
             if span not in kept and all(_idle(range_, chosen) for range_ in span.holders.values()):
                 chosen.append(span)
         return chosen
+
+    @property
+    def protected_now(self) -> int:
+        """The protected share, in frames, while sequences compete; one alone may have it all."""
+        alone = self.columns.states.count(ACTIVE.code) <= 1
+        return 0 if alone else self.protected_frames
 
     def _protected(self, left: int) -> Iterator[Span]:
         """The latest used, as far as they fit in so many frames."""

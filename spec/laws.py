@@ -425,7 +425,10 @@ def progress(view: View, error: Any) -> Iterator[str]:
     place = getattr(error, "place", "host")
     if place == "budget":
         codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
-        had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view)
+        kept = getattr(error, "protected", 0)
+        had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view, kept)
+        if kept not in (0, view.protected_frames):
+            yield f"{kept} frames were protected, not {view.protected_frames}"
         if error.needed <= had:
             yield f"refused {error.needed} frames with {had} free, parked, coming or in spans"
     if place == "reserve":
@@ -446,12 +449,11 @@ def progress(view: View, error: Any) -> Iterator[str]:
         yield "the gate refused although nothing runs"
 
 
-def _spare_spans(view: View) -> int:
-    """Frames of spans that no sequence maps, but for those of the latest that are protected."""
+def _spare_spans(view: View, left: int) -> int:
+    """Frames of spans that no sequence maps, but for the latest that fit into `left` frames."""
     registered = [one for one in view.spans if one.state != span.LIVE.code]
     sizes = {one.number: len(one.frame_ids) for one in registered}
-    running = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
-    left, kept = view.protected_frames if running > 1 else 0, set[int]()
+    kept = set[int]()
     full = [one for one in registered if one.state == span.REGISTERED.code]
     for one in sorted(full, key=lambda one: (-one.used, one.first_frame)):
         left -= sizes[one.number]
@@ -472,7 +474,9 @@ def _spare_spans(view: View) -> int:
 def promises_hold(view: View) -> Iterator[str]:
     """What running sequences may still ask for is free, parked, coming or in spans that can go."""
     codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
-    had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view)
+    running = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
+    left = view.protected_frames if running > 1 else 0
+    had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view, left)
     promised = sum(seq.promised for seq in view.sequences)
     if promised > had:
         yield f"{promised} frames were promised, {had} can be had"

@@ -79,9 +79,12 @@ CARD_FAULTS = (
     ),
     CardFault(
         "unmap without quiesce, seen before the driver faults",
-        "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.remap(",
-        "            self.remap(",
+        "kvstate/manager.py",
+        "            self.flight.quiesce()\n"
+        "            self.ladder.spill(self.gpu.budget_frames)\n"
+        "            self.ladder.spill_spans(",
+        "            self.ladder.spill(self.gpu.budget_frames)\n"
+        "            self.ladder.spill_spans(",
         "S03",
         kinds=("fault",),
     ),
