@@ -52,9 +52,9 @@ class GpuTier:
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
     reads, and under steady pressure every reclaim is a quiesce. `protected_share` of the budget is
     kept for the prefixes that were shared last, while more than one sequence runs. While at least
-    `copy_share` of it is free, a prefix is copied instead of mapped unless a parked range has it
-    mapped already: a copy takes less time than mappings (docs/gpu.md), and memory is plenty. 1
-    means never.
+    `copy_share` of it would be free or parked after that, a prefix is copied instead of mapped,
+    unless a parked range has it mapped already: a copy into mapped memory takes less time than
+    mappings (docs/gpu.md), and memory is plenty. 1 means never.
     """
 
     budget_bytes: int
@@ -68,7 +68,7 @@ class GpuTier:
 
 @frozen
 class HostTier:
-    """Host memory for suspended sequences."""
+    """Host memory: for suspended sequences, and for what others may want later."""
 
     size_bytes: int
 

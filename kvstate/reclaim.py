@@ -1,7 +1,8 @@
 """Supply and reclaim: where frames come from when the pool has too few.
 
 One ladder, climbed once a call and only when it can help: create within the budget; then one
-quiesce, which lets everything behind a fence land, and unmap what is parked: first the unused
+quiesce, which lets everything behind a fence land; map spans where sequences have copies of them,
+which loses nothing; and unmap what is parked: first the unused
 tails of running sequences, then parked ranges, the longest parked first: as many frames as are
 missing (report B134), or a few more, because the quiesce is what is dear and parked memory holds
 nothing that anybody reads; then spans, the longest unused first, and no more than are missing.

@@ -3,8 +3,8 @@
 Charges come from states: what a sequence pays is the number of its frames that are MAPPED, and no
 counter is kept beside that. `[base, frontier)` of a range is mapped without holes: first its
 MAPPED frames, then a tail of PARKED ones. The tail is how mapping ahead, adoption of a longer
-range and given-back capacity are all said: mapped already, charged to nobody's admission, first to
-go under pressure.
+range and given-back capacity are all said: mapped already, charged to nobody's admission, and the
+first memory to be unmapped under pressure.
 
 Frames of a span are LIVE_SPAN while their owner runs, who pays; then SPAN, and the registry pays.
 Whoever else maps them has aliases, and pays nothing.
