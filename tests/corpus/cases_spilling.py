@@ -91,7 +91,7 @@ SPILLING: Final = (
         fault=Fault(
             "nothing is protected",
             "kvstate/spans.py",
-            "0 if all_of_them or alone else self.protected_frames",
+            "0 if all_of_them else self.protected_now",
             "0",
             "S10",
         ),
