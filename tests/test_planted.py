@@ -24,7 +24,7 @@ from attrs import frozen
 from tests.faults.planted import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
-SECONDS, LONGEST = 60, 25
+SECONDS, LONGEST = 120, 25
 
 
 @frozen
