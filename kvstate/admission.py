@@ -19,7 +19,7 @@ from attrs import frozen
 from kvstate import runs
 from kvstate.arena import Range
 from kvstate.device import Stream
-from kvstate.errors import CapacityError, DeviceError, IllegalTransition, OutOfRows
+from kvstate.errors import IllegalTransition, KvStateError, OutOfRows
 from kvstate.index import Node
 from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, extra_bytes, token_bytes
 from kvstate.plan import Plan, Run
@@ -208,7 +208,7 @@ class Admission(Stepping):
         same `shared_tokens` that somebody has already. Whole frames are shared, as in `resume`."""
         self._enter()
         unit = self.spans.unit_frames
-        shared = self.geometry.tokens_frames(shared_tokens) // unit * unit
+        shared = self.geometry.whole_frames(shared_tokens) // unit * unit
         each = max(1, self.geometry.frames(max_tokens) - shared)
         return max(0, self._unpromised() // each)
 
@@ -252,7 +252,7 @@ class Admission(Stepping):
         )
         try:
             self._begin(child, stream, parent)
-        except (CapacityError, DeviceError):
+        except KvStateError:
             self.sequences.pop(child.uid)
             self.columns.free.append(child.row)
             raise
@@ -267,7 +267,7 @@ class Admission(Stepping):
         fresh = not seq.slots
         self.actor.run(plan)
         if plan.token is not None:
-            self._issue(plan, self._load(seq, start, fresh=fresh))
+            self.flight.issue(self._load(seq, start, fresh=fresh), plan.size_bytes)
         self.flight.settle(plan)
         self._share(seq, start)
         if fresh:
@@ -282,7 +282,7 @@ class Admission(Stepping):
         range_.pages.states.clear()
         range_.owner, seq.range, seq.stream = seq, range_, stream
         self._set_capacity(seq)
-        self.counters["starts" if plan.token is None else "resumes"] += 1
+        self.counters["starts" if fresh else "resumes"] += 1
 
     def _load(self, seq: Sequence, start: Start, *, fresh: bool) -> Transfer:
         """The copy that brings what the sequence begins with."""
@@ -305,7 +305,9 @@ class Admission(Stepping):
         if sharing is not None:
             self.spans.shared(sharing, start.range)
             self.reuse.lined_up(sharing.nodes)
-            self.reuse.joined(seq, start.match.nodes[: sharing.blocks])
+            mapped = start.match.nodes[: sharing.blocks]
+            self.reuse.joined(seq, mapped)
+            self.reuse.index.touch(mapped[-1:])
             self.counters["hit_blocks.alias"] += sharing.blocks
             self.counters["aliased_frames"] += sharing.frames
 
@@ -437,8 +439,3 @@ class Admission(Stepping):
     def _in_host(self, address: int) -> bool:
         end = self.host.address + self.host.capacity * self.host.block_bytes
         return self.host.address <= address < end
-
-    def _issue(self, plan: Plan, transfer: Transfer) -> None:
-        """Enter the copy that the plan has issued."""
-        self.counters["host_bytes_moved"] += plan.size_bytes
-        self.flight.issue(transfer)

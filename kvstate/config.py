@@ -191,7 +191,7 @@ class Geometry:
         """The frames that back that many tokens from a range's base."""
         return -(-tokens * self.row_bytes // self.frame_bytes)
 
-    def tokens_frames(self, tokens: int) -> int:
+    def whole_frames(self, tokens: int) -> int:
         """The frames that so many tokens from a range's base fill whole."""
         return tokens * self.row_bytes // self.frame_bytes
 

@@ -118,6 +118,11 @@ class Publisher:
         self._events: list[Event] = []
         index.listen(self)
 
+    def close(self) -> None:
+        """Hear nothing more. What was not drained can still be."""
+        if self in self.index.listeners:
+            self.index.listeners.remove(self)
+
     def stored(self, node: Node, medium: Medium) -> None:
         """See `Listener.stored`."""
         index, last = self.index, self._events[-1] if self._events else None

@@ -76,8 +76,12 @@ class Flight:
         """An empty plan."""
         return Plan(self.coverage, self.ignored)
 
-    def issue(self, transfer: Transfer) -> None:
-        """Enter a transfer that the device has accepted; it holds its range until its end."""
+    def issue(self, transfer: Transfer, host_bytes: int = 0) -> None:
+        """Enter a transfer that the device has accepted; it holds its ranges until its end.
+
+        It moves so many bytes to or from the host.
+        """
+        self.counters["host_bytes_moved"] += host_bytes
         self.transfers[transfer.token] = transfer
         for range_ in (transfer.range, *transfer.sources):
             range_.holders.add((transfer.kind, transfer.token))

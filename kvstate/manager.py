@@ -33,7 +33,7 @@ from kvstate.plan import Plan, Run
 from kvstate.reuse import Leaving
 from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
-from kvstate.spans import Passage, Span
+from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
@@ -47,7 +47,6 @@ _REWIND: Final = MACHINES.object("sequence.rewind")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
-_YIELD: Final = MACHINES.cell("page.yield")
 
 
 class Manager(Admission):
@@ -153,10 +152,10 @@ class Manager(Admission):
         full, known = length_tokens // block, seq.committed_tokens // block
         if seq.range is not None and seq.range.holders:
             self.flight.quiesce()
-        if self.spans.rewound(seq, full):
+        ends = self.spans.rewound(seq, full)
+        if ends:
             self.ladder.unalias(seq.range)
         plan, leaving = self.flight.plan(), self.reuse.leaving(seq, full)
-        ends = self.spans.rewound(seq, full)
         plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands | ends
         plan.move(_REWIND, seq)
         self.flight.settle(plan)
@@ -187,11 +186,12 @@ class Manager(Admission):
         range_ = seq.range
         assert range_ is not None
         if plan.token is not None:
-            self._issue(plan, Transfer(plan.token, seq, range_, plan.room, outward=True))
+            transfer = Transfer(plan.token, seq, range_, plan.room, outward=True)
+            self.flight.issue(transfer, plan.size_bytes)
         self._left_behind(seq, passage)
         self.flight.settle(plan)
         if passage is not None:
-            self._become_private(seq, passage.span)
+            self.reuse.give_way(seq, passage.span.nodes)
         runs.hand_over(seq, plan.operands)
         self.reuse.taken(seq)
         self.reuse.hand_on(seq)
@@ -205,13 +205,6 @@ class Manager(Admission):
             self.spans.passed(passage)
             self.reuse.lined_up(passage.nodes)
             self.reuse.passed(seq, passage.span)
-
-    def _become_private(self, seq: Sequence, span: Span) -> None:
-        """The span that a suspended sequence has left has the canonical pages, it has copies."""
-        plan, first = self.flight.plan(), span.nodes[0].ordinal
-        plan.fire(_YIELD, seq.pages, first, first + len(span.nodes))
-        plan.settle()
-        self.reuse.joined(seq, span.nodes)
 
     def _plan_suspend(
         self, chosen: ObjectRow, seq: Sequence, after: Event
@@ -308,7 +301,8 @@ class Manager(Admission):
                 raise
         if plan.token is not None:
             assert seq.range is not None
-            self._issue(plan, Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True))
+            transfer = Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True)
+            self.flight.issue(transfer, plan.size_bytes)
         self._left_behind(seq, passage)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)

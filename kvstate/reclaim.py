@@ -2,10 +2,10 @@
 
 One ladder, climbed once a call and only when it can help: create within the budget; then one
 quiesce, which lets everything behind a fence land; map spans where sequences have copies of them,
-which loses nothing; and unmap what is parked: first the unused
-tails of running sequences, then parked ranges, the longest parked first: as many frames as are
-missing (report B134), or a few more, because the quiesce is what is dear and parked memory holds
-nothing that anybody reads; then spans, the longest unused first, and no more than are missing.
+which loses nothing; and unmap what is parked: first the unused tails of running sequences, then
+parked ranges, the longest parked first: as many frames as are missing (report B134), or a few more,
+because the quiesce is what is dear and parked memory holds nothing that anybody reads; then spans,
+the longest unused first, and no more than are missing.
 
 Nothing is unmapped without the quiesce: on an H200 the driver unmaps under a running kernel
 without waiting, and a kernel that reads *nearby* addresses may fault (report S03).
@@ -14,7 +14,7 @@ without waiting, and a kernel that reads *nearby* addresses may fault (report S0
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvstate.act import Actor
@@ -65,7 +65,7 @@ class Ladder:
         """
         gpu = self.gpu
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
-        if short.needed > had + self._double_frames():
+        if short.needed > had and short.needed > had + self._double_frames():
             raise short
         fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
         if fresh > gpu.free:
@@ -116,29 +116,32 @@ class Ladder:
         if victims:
             self._unmap(victims)
 
-    def _double_frames(self) -> int:
-        """Frames that hold copies of what a span has. O(1) if nobody can have any."""
-        found = 0
-        for seq in tuple(self.reuse.doubles):
+    def _doubles(self) -> Iterator[tuple[Sequence, Sharing]]:
+        """Sequences with copies of what a span has, the first admitted first; those that have none
+        are not asked again until something changes. O(1) if nobody can have any."""
+        for seq in sorted(self.reuse.doubles, key=lambda seq: seq.uid):
             sharing = self.spans.duplicate(seq)
-            if sharing is not None and seq.range is not None:
-                found += sharing.frames - len(seq.range.aliases.states)
+            if sharing is not None:
+                yield seq, sharing
             elif seq.transfer is None:
                 self.reuse.doubles.discard(seq)
-        return found
+
+    def _double_frames(self) -> int:
+        """Frames that hold copies of what a span has."""
+        return sum(self.spans.frames_of_copies(*pair) for pair in self._doubles())
 
     def remap(self, wanted: int) -> None:
         """Map spans where sequences have copies of them, until that many frames are in the pool.
         Only right after a quiesce."""
-        for seq in sorted(self.reuse.doubles, key=lambda seq: seq.uid):
-            sharing = self.spans.duplicate(seq)
-            if wanted > 0 and sharing is not None:
-                wanted -= self._remap(seq, sharing)
+        for seq, sharing in self._doubles():
+            if wanted <= 0:
+                return
+            wanted -= self._remap(seq, sharing)
 
     def _remap(self, seq: Sequence, sharing: Sharing) -> int:
         range_ = seq.range
         assert range_ is not None
-        count = sharing.frames - len(range_.aliases.states)
+        count = self.spans.frames_of_copies(seq, sharing)
         scratch = self.arena.addresses.find(count)
         if scratch is None:
             return 0

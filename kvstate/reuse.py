@@ -292,10 +292,7 @@ class Reuse:
     def spilled(self, span: Span) -> None:
         """A span has been given up: who else has its pages has the canonical ones now."""
         inherited = self._inherited(span.nodes)
-        plan = self.flight.plan()
-        for run in _pages(inherited):
-            plan.fire(_PROMOTE, *run)
-        plan.settle()
+        self._fire_promote(inherited)
         self._inherited_from(span, inherited)
         self._bereave(span.nodes[len(inherited) :], span)
 
@@ -350,8 +347,7 @@ class Reuse:
             return
         transfer = Transfer(plan.token, seq, ranges[0], plan.room, nodes, keeps=True)
         transfer.sources = ranges[1:]
-        self.counters["host_bytes_moved"] += sum(size for _, _, size in plan.pieces)
-        self.flight.issue(transfer)
+        self.flight.issue(transfer, sum(size for _, _, size in plan.pieces))
         plan.settle()
         self.keep(nodes, slots_of(plan.room), plan.token)
 
@@ -375,13 +371,17 @@ class Reuse:
 
     def _promote(self, found: list[tuple[Node, Sequence]]) -> None:
         """These sequences have the canonical pages of blocks that had none on the GPU."""
+        self._fire_promote(found)
+        for node, heir in found:
+            self._step_out(node, heir)
+            self.index.give_owner(node, heir)
+
+    def _fire_promote(self, found: list[tuple[Node, Sequence]]) -> None:
+        """These pages of sequences are canonical."""
         plan = self.flight.plan()
         for run in _pages(found):
             plan.fire(_PROMOTE, *run)
         plan.settle()
-        for node, heir in found:
-            self._step_out(node, heir)
-            self.index.give_owner(node, heir)
 
     def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
         """Other pages are canonical than those that the host has copies of, or pages that are on
@@ -481,16 +481,17 @@ class Reuse:
             heir = next((s for s in line if s.pages.states[node.ordinal] == PRIVATE.code), None)
             if heir is not None:
                 found.append((node, heir))
-        if not found:
-            return
-        plan = self.flight.plan()
-        for run in _pages(found):
-            plan.fire(_PROMOTE, *run)
-        for _, low, high in runs_of(seq.pages, [node.ordinal for node, _ in found]):
-            plan.fire(_YIELD, seq.pages, low, high)
-        plan.settle()
+        self._fire_promote(found)
         self._inherited_from(seq, found)
-        self.joined(seq, [node for node, _ in found])
+        self.give_way(seq, [node for node, _ in found])
+
+    def give_way(self, seq: Sequence, nodes: list[Node]) -> None:
+        """A suspended sequence has copies, and others have the canonical pages."""
+        plan = self.flight.plan()
+        for run in runs_of(seq.pages, [node.ordinal for node in nodes]):
+            plan.fire(_YIELD, *run)
+        plan.settle()
+        self.joined(seq, nodes)
 
     def taken(self, seq: Sequence) -> None:
         """A sequence is suspended, and host copies that were there are its own now; those that are

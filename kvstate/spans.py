@@ -109,8 +109,6 @@ class Passage(NamedTuple):
 
     span: Span
     nodes: list[Node]
-    frames: int
-    """Its own frames then."""
     end: int
     """Its blocks then, counted from the beginning of the prefix."""
 
@@ -221,12 +219,16 @@ class Spans:
         before = [] if range_.span is None else range_.span.ids(first)
         return sharing if copies and same and sharing.span.ids(first) == before else None
 
+    def frames_of_copies(self, seq: Sequence, sharing: Sharing) -> int:
+        """Frames of its own that a sequence could do without."""
+        return sharing.frames - (0 if seq.range is None else len(seq.range.aliases.states))
+
     def remapping(self, sharing: Sharing, seq: Sequence) -> Operands:
         """What it means to map that much where the sequence has its copies."""
         range_ = seq.range
         assert range_ is not None
         first = len(range_.aliases.states)
-        vacant = Cells(range_, bytearray(sharing.frames - first))
+        vacant = Cells(range_, bytearray(self.frames_of_copies(seq, sharing)))
         found = self.operands(sharing, range_, seq.pages, first)
         return found | {"shared": ((vacant, 0, len(vacant.states)),)}
 
@@ -253,8 +255,7 @@ class Spans:
         nodes = self._rest(seq, span) if keeps else []
         if range_.home_of is None and not nodes:
             return None
-        end = self._blocks(span.end) + len(nodes)
-        return Passage(span, nodes, span.own_frames + self._frames(len(nodes)), end)
+        return Passage(span, nodes, self._blocks(span.end) + len(nodes))
 
     def _rest(self, seq: Sequence, span: Span) -> list[Node]:
         """The blocks of its prompt behind the span that could be in it, in whole units."""
@@ -269,9 +270,9 @@ class Spans:
         """What leaving it means. Its frames come before all others of the range."""
         if passage is None:
             return {}
-        span, own = passage.span, passage.frames
-        cells = span.home.frames
-        blocks = self._blocks(span.end) - self._blocks(span.first_frame) + len(passage.nodes)
+        span, cells = passage.span, passage.span.home.frames
+        own = self._frames(passage.end) - span.first_frame
+        blocks = passage.end - self._blocks(span.first_frame)
         span.pages.states = bytearray(blocks)
         return {
             "frames": ((cells, own, len(cells.ids)),),
@@ -285,7 +286,7 @@ class Spans:
         span = passage.span
         self._enter(span)
         span.nodes += passage.nodes
-        span.end = span.first_frame + passage.frames
+        span.end = self._frames(passage.end)
         self.registered[span.number] = span
         self.touch(span)
 

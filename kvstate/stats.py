@@ -42,7 +42,7 @@ class Stats:
     """What was done so far; `docs/statistics.md` says what each counts. Those of nothing are left
     out.
 
-    Of sequences: starts (no copy was needed), resumes (one was), forks, adoptions, suspends, drops,
+    Of sequences: starts (without bytes of their own), resumes (with those of a suspend), forks, adoptions, suspends, drops,
     closes. Of what they begin with: aliased_frames, and blocks by where they were:
     hit_blocks.alias (mapped), hit_blocks.live, hit_blocks.span and hit_blocks.host (copied),
     hit_blocks.partial (copied in part). Of what outlives them: kept_blocks, evicted_blocks and

@@ -52,6 +52,7 @@ def view(kv: Manager) -> View:
         spans=tuple(_spans(kv)),
         transfers=tuple(_transfers(kv)),
         steps=tuple(_step(step, kv.columns) for step in kv.flight.steps.values()),
+        rows=kv.columns.rows,
         free_rows=tuple(kv.columns.free),
         ledger=kv.device.ledger(),
     )

@@ -3,8 +3,9 @@
 One call changes many things: suspending a sequence moves its pages, frees its range, which fences
 its frames, and takes host slots. Who moves whom is said here, in the order in which it happens,
 and nowhere else; the manager only works out *which* pages, frames and slots are meant (the `over`
-names) and fires these links. Events that no link fires are fired by a call itself, or by the
-search for frames (create, condemn, spare, release, spill, vacate).
+names) and fires these links. Events that no link fires are fired by a call itself, by the search
+for frames and host slots (create, condemn, spare, release, spill, vacate, empty, remap, evict), or
+by the index when somebody else's page becomes canonical (promote, yield, regain, mirror).
 
 A link whose `when` is false, or whose run is empty, fires nothing.
 """

@@ -204,5 +204,7 @@ class View:
     spans: tuple[SpanFact, ...]
     transfers: tuple[TransferFact, ...]
     steps: tuple[StepFact, ...]
+    rows: int
+    """How many there are."""
     free_rows: tuple[int, ...]
     ledger: Ledger

@@ -415,8 +415,8 @@ def leaving_releases(view: View) -> Iterator[str]:
         if fact.state == range_.VACANT.code:
             yield f"range {fact.number} is VACANT and still in the books"
     rows = [seq.row for seq in view.sequences]
-    if len({*rows, *view.free_rows}) != len(rows) + len(view.free_rows):
-        yield f"a row is used twice: {rows}, free {view.free_rows}"
+    if sorted((*rows, *view.free_rows)) != list(range(view.rows)):
+        yield f"the rows in use {rows} and the free ones {view.free_rows} are not {view.rows}"
 
 
 @_law(12, "progress", "refusal", "nothing is refused that free or reclaimable memory allows")

@@ -371,3 +371,30 @@ def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:
     told.clear()
     index.land(first)
     assert told == [("stored", 0, "CPU"), ("stored", 1, "CPU")]
+
+
+def test_a_publisher_that_is_closed_hears_nothing_more(open_manager: Open) -> None:
+    kv = open_manager()
+    events = kv.events()
+    said(kv, PROMPT)
+    events.close()
+    events.close()
+    said(kv, [7, 7])
+    (batch,) = events.drain()
+    (stored,) = batch.batch.events
+    assert isinstance(stored, BlockStored)
+    assert len(stored.block_hashes) == 4
+    assert events.drain() == []
+
+
+def test_law_22_notices(open_manager: Open) -> None:
+    kv = open_manager()
+    seq = said(kv, PROMPT)
+    assert kv.replayed is not None
+    assert kv.replayed() == []
+    node = next(iter(kv.reuse.index))
+    node.told = ()
+    kv.reuse.index.listeners[0].removed(node, "GPU")
+    assert kv.replayed(), "something was told that is not so"
+    kv.replayed = None
+    seq.close()

@@ -187,9 +187,9 @@ def test_a_copy_may_have_many_runs(rig: Rig) -> None:
 def test_a_copy_touches_nothing_beside_its_runs(rig: Rig) -> None:
     address, host = rig.mapped(1), rig.device.host_reserve(4096)
     rig.device.poke(address, b"." * 64)
-    rig.device.poke(host, b"x" * 64)
+    rig.device.poke(host, b"o" * 64)
     assert rig.copy(IN, [CopyRun(address + 13, host, 5), CopyRun(address + 30, host + 9, 1)])
-    assert rig.device.peek(address, 64) == b"." * 13 + b"xxxxx" + b"." * 12 + b"x" + b"." * 33
+    assert rig.device.peek(address, 64) == b"." * 13 + b"ooooo" + b"." * 12 + b"o" + b"." * 33
 
 
 def test_a_copy_waits_for_the_event_after_which_it_goes(rig: Rig) -> None:
