@@ -18,12 +18,12 @@ from attrs import frozen
 
 from kvstate import runs
 from kvstate.arena import Range
+from kvstate.blocks import Node
 from kvstate.device import Stream
 from kvstate.errors import IllegalTransition, KvStateError, OutOfRows
-from kvstate.index import Node
 from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, extra_bytes, token_bytes
+from kvstate.lines import source_of
 from kvstate.plan import Plan, Run
-from kvstate.reuse import source_of
 from kvstate.runs import runs_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Sharing

@@ -29,7 +29,7 @@ from kvstate import trace
 from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.engine import Engine, Outcome, Request
 from kvstate.campaign.fuzz import Failure, Tally
-from kvstate.campaign.player import Broken
+from kvstate.campaign.model import Broken
 from kvstate.campaign.replay import (
     first_requests,
     read_mooncake,

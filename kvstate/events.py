@@ -25,8 +25,9 @@ import msgspec
 from attrs import field, frozen
 from msgspec import Meta, Struct
 
+from kvstate.blocks import Medium, Node
 from kvstate.errors import TraceError
-from kvstate.index import Index, Medium, Node
+from kvstate.index import Index
 from kvstate.keys import Adapter
 
 Number = Annotated[int, Meta(ge=0)]

@@ -28,137 +28,31 @@ from __future__ import annotations
 import heapq
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from itertools import islice
-from typing import Final, Literal, NamedTuple, Protocol
+from typing import Literal
 
 import numpy as np
 
-from kvstate.errors import ConfigError, IllegalTransition
+from kvstate.blocks import (
+    DIGEST_BYTES,
+    Cut,
+    Entry,
+    Holder,
+    Listener,
+    Medium,
+    Node,
+    Place,
+    Root,
+    descendants,
+    entry,
+    expendable,
+    holder_name,
+    illegal,
+    pinned_by,
+)
+from kvstate.errors import ConfigError
 from kvstate.keys import ID, ID_BYTES, Extra, Extras, Identity, extra_bytes
-
-Medium = Literal["GPU", "CPU"]
-GPU: Final = "GPU"
-CPU: Final = "CPU"
-Holder = tuple[str, int]
-"""Who holds a block: a kind and a number."""
-
-DIGEST_BYTES: Final = 16
-NOBODY: Final[frozenset[Holder]] = frozenset()
-
-
-# The trie.
-
-
-class Root:
-    """The blocks of one identity that nothing precedes, by key."""
-
-    __slots__ = ("children", "identity", "name")
-
-    def __init__(self, identity: Identity) -> None:
-        self.identity = identity
-        self.children: dict[bytes, Node] = {}
-        self.name: bytes | None = None
-
-
-class Node:
-    """One block of a prefix. Read it; only the index changes it."""
-
-    __slots__ = (
-        "children", "edition", "holders", "host_children", "key", "landed", "name", "ordinal",
-        "owner", "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
-    )  # fmt: skip
-
-    def __init__(
-        self, root: Root, parent: Node | None, key: bytes, used: int, serial: int,
-        owner: object | None, slot: int | None,
-    ) -> None:  # fmt: skip
-        self.root: Root | None = root
-        """None once it was cut."""
-        self.parent = parent
-        """The block before it; None for the first."""
-        self.key = key
-        """The bytes of its token ids, and of its extra keys if it has any."""
-        self.ordinal: int = 0 if parent is None else parent.ordinal + 1
-        """Blocks before it."""
-        self.children: dict[bytes, Node] = {}
-        self.owner = owner
-        """Whose page is canonical on the GPU."""
-        self.slot = slot
-        """The host slot of its canonical host copy."""
-        self.edition = 0
-        """Whose bytes the canonical ones are; several may have written the same tokens."""
-        self.landed = True
-        """The bytes are in that slot, not only on the way."""
-        self.told: tuple[Medium, ...] = ()
-        """The tiers that listeners know of."""
-        self.holders: set[Holder] | frozenset[Holder] = NOBODY
-        self.used = used
-        """When it was last used, in ticks of the index. Never more than its parent's."""
-        self.serial = serial
-        """Blocks that were inserted before it; settles ties of age."""
-        self.pins = 0
-        """Its holders and its pinned children: not 0 while it must stay."""
-        self.host_children = 0
-        """Children that have a host slot."""
-        self.queued = False
-        """The queue of victims has its one entry for this node."""
-        self.name: bytes | None = None
-        """Its digest, once somebody asked."""
-
-    def __str__(self) -> str:
-        return f"block {self.ordinal} of the index"
-
-    __repr__ = __str__
-
-    @property
-    def findable(self) -> bool:
-        """Its bytes are somewhere; else it has left the index for good."""
-        return self.root is not None
-
-    @property
-    def state_name(self) -> str:
-        """Where its bytes are, in words."""
-        return "+".join(self.media) or "CUT"
-
-    @property
-    def media(self) -> tuple[Medium, ...]:
-        """The tiers that have its bytes."""
-        on_gpu: tuple[Medium, ...] = () if self.owner is None else (GPU,)
-        return on_gpu if self.slot is None else (*on_gpu, CPU)
-
-
-Place = Node | Identity
-"""Where a block goes: behind another, or first of an identity."""
-
-
-class Cut(NamedTuple):
-    """A block that left because one above it did, and where its bytes were."""
-
-    node: Node
-    owner: object | None
-    slot: int | None
-
-
-class Listener(Protocol):
-    """Hears what the index changes: removals just before, the rest just after. Must not raise.
-
-    A block is told while the one before it is: so there is no hole in what a listener knows either.
-    """
-
-    def stored(self, node: Node, medium: Medium) -> None:
-        """A tier has the block's bytes now."""
-
-    def removed(self, node: Node, medium: Medium) -> None:
-        """A tier will no longer have them. Children are told before their parent."""
-
-    def cleared(self) -> None:
-        """The index is empty now."""
-
-
-Entry = tuple[int, int, int, Node]
-"""Age, depth (the deepest first), serial number, and whose it is."""
 
 
 class Index:
@@ -196,7 +90,7 @@ class Index:
     def walk(self) -> Iterator[Node]:
         """Every block, a parent before its children. Change nothing meanwhile."""
         for root in self._roots.values():
-            yield from _descendants(root.children)
+            yield from descendants(root.children)
 
     # Looking: nothing changes, not even the ages.
 
@@ -363,11 +257,11 @@ class Index:
 
     def _check_new(self, keys: list[bytes], owner: object | None, slot: int | None) -> None:
         if owner is None and slot is None:
-            raise _illegal("a new block", "insert", "CUT", "its bytes are nowhere")
+            raise illegal("a new block", "insert", "CUT", "its bytes are nowhere")
         shortest = min(map(len, keys), default=self.block_bytes)
         if shortest < self.block_bytes:
             reason = f"a key of {shortest} bytes; a block has {self.block_bytes} and extra keys"
-            raise _illegal("a new block", "insert", "CUT", reason)
+            raise illegal("a new block", "insert", "CUT", reason)
         if slot is not None:
             self._check_slot("a new block", "insert", "CUT", slot)
 
@@ -388,9 +282,9 @@ class Index:
         """A block that had no page on the GPU has one: `owner`'s."""
         self._alive(node, "give_owner")
         if node.owner is not None:
-            raise _illegal(node, "give_owner", node.state_name, f"{node.owner} owns it")
+            raise illegal(node, "give_owner", node.state_name, f"{node.owner} owns it")
         if owner is None:
-            raise _illegal(node, "give_owner", node.state_name, "nobody is no owner")
+            raise illegal(node, "give_owner", node.state_name, "nobody is no owner")
         node.owner = owner
         self._tell(node)
         self._consider(node)
@@ -400,7 +294,7 @@ class Index:
         then `land` it."""
         self._alive(node, "give_slot")
         if node.slot is not None:
-            raise _illegal(node, "give_slot", node.state_name, f"it has slot {node.slot}")
+            raise illegal(node, "give_slot", node.state_name, f"it has slot {node.slot}")
         self._check_slot(node, "give_slot", node.state_name, slot)
         node.slot, node.landed = slot, landed
         self._fill(node, slot)
@@ -422,7 +316,7 @@ class Index:
         self._alive(node, "lose_owner")
         if node.owner is None or node.owner is not owner:
             reason = f"{owner} does not own it, {node.owner} does"
-            raise _illegal(node, "lose_owner", node.state_name, reason)
+            raise illegal(node, "lose_owner", node.state_name, reason)
         if heir is not None:
             node.owner = heir
             return []
@@ -440,7 +334,7 @@ class Index:
         """
         self._alive(node, "lose_slot")
         if node.slot is None:
-            raise _illegal(node, "lose_slot", node.state_name, "it has none")
+            raise illegal(node, "lose_slot", node.state_name, "it has none")
         if node.owner is None:
             return self._cut(node, "lose_slot")
         self._empty_slot(node)
@@ -458,7 +352,7 @@ class Index:
         if self.holds:
             held = sum(bool(node.holders) for node in self.walk())
             reason = f"{self.holds} holds on {held} blocks"
-            raise _illegal("the index", "clear", "HELD", reason)
+            raise illegal("the index", "clear", "HELD", reason)
         slots = list(self.slots)
         for node in [*self.walk()][::-1]:
             self._forget(node)
@@ -478,7 +372,7 @@ class Index:
         """
         self._alive(node, "hold")
         if holder in node.holders:
-            raise _illegal(node, "hold", node.state_name, f"{_name(holder)} holds it already")
+            raise illegal(node, "hold", node.state_name, f"{holder_name(holder)} holds it already")
         if isinstance(node.holders, frozenset):
             node.holders = set()
         node.holders.add(holder)
@@ -493,7 +387,9 @@ class Index:
     def release(self, node: Node, holder: Holder) -> None:
         """End a hold. Raises IllegalTransition if this holder does not have it."""
         if holder not in node.holders:
-            raise _illegal(node, "release", node.state_name, f"{_name(holder)} does not hold it")
+            raise illegal(
+                node, "release", node.state_name, f"{holder_name(holder)} does not hold it"
+            )
         assert isinstance(node.holders, set)
         node.holders.remove(holder)
         self.holds -= 1
@@ -560,7 +456,7 @@ class Index:
 
     def _alive(self, node: Node, event: str) -> Root:
         if node.root is None:
-            raise _illegal(node, event, node.state_name, "it left the index; look it up again")
+            raise illegal(node, event, node.state_name, "it left the index; look it up again")
         return node.root
 
     def _children(self, place: Place, event: str) -> dict[bytes, Node]:
@@ -578,7 +474,7 @@ class Index:
 
     def _check_slot(self, subject: object, event: str, state: str, slot: int) -> None:
         if slot in self.slots:
-            raise _illegal(subject, event, state, f"slot {slot} has {self.slots[slot]}")
+            raise illegal(subject, event, state, f"slot {slot} has {self.slots[slot]}")
 
     def _fill(self, node: Node, slot: int) -> None:
         self.slots[slot] = node
@@ -614,7 +510,7 @@ class Index:
         """Tell what has become of one block; whether those behind it can be told now."""
         before, wanted = node.told, self._shown(node)
         if before and not wanted:
-            for one in [*_descendants(node.children)][::-1]:
+            for one in [*descendants(node.children)][::-1]:
                 self._hide(one)
         for medium in before:
             if medium not in wanted:
@@ -641,9 +537,9 @@ class Index:
         """Take out a block that loses its last bytes and all below it; returns those below."""
         root, parent = self._alive(node, event), node.parent
         if node.pins:
-            reason = f"its last bytes, and {_pinned_by(node)}"
-            raise _illegal(node, event, node.state_name, reason)
-        below = [*_descendants(node.children)][::-1]
+            reason = f"its last bytes, and {pinned_by(node)}"
+            raise illegal(node, event, node.state_name, reason)
+        below = [*descendants(node.children)][::-1]
         cut = [Cut(one, one.owner, one.slot) for one in below]
         for one in (*below, node):
             self._hide(one)
@@ -668,41 +564,3 @@ class Index:
         self._count -= 1
         node.owner = node.parent = node.root = None
         node.children = {}
-
-
-def _descendants(children: Mapping[bytes, Node]) -> Iterator[Node]:
-    """All blocks from here down, a parent before its children. A loop: prefixes are long."""
-    waiting = list(children.values())[::-1]
-    while waiting:
-        node = waiting.pop()
-        yield node
-        waiting += reversed(node.children.values())
-
-
-def expendable(node: Node, taken: int = 0, cut: int = 0) -> bool:
-    """A block may lose its host slot, were `taken` children's slots gone and `cut` children."""
-    return (
-        node.slot is not None
-        and not node.pins
-        and node.host_children == taken
-        and (node.owner is not None or len(node.children) == cut)
-    )
-
-
-def entry(node: Node) -> Entry:
-    """What the queue of victims has for a block."""
-    return node.used, -node.ordinal, node.serial, node
-
-
-def _name(holder: Holder) -> str:
-    return " ".join(map(str, holder))
-
-
-def _pinned_by(node: Node) -> str:
-    """Some of the holders that pin a block, by name."""
-    some = (h for one in (node, *_descendants(node.children)) for h in sorted(one.holders))
-    return ", ".join(_name(holder) for holder in islice(some, 3)) + " holds it"
-
-
-def _illegal(subject: object, event: str, state: str, reason: str) -> IllegalTransition:
-    return IllegalTransition(str(subject), event, state, reason)

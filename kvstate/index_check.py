@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 
-from kvstate.index import Index, Node, entry, expendable
+from kvstate.blocks import Node, entry, expendable
+from kvstate.index import Index
 
 
 def check(index: Index) -> list[str]:

@@ -24,11 +24,11 @@ import numpy as np
 
 from kvstate import runs
 from kvstate.admission import Admission
+from kvstate.blocks import Node
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
 from kvstate.events import Publisher
-from kvstate.index import Node
 from kvstate.plan import Plan, Run
 from kvstate.reuse import Leaving
 from kvstate.runs import runs_of, slots_of

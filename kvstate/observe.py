@@ -18,9 +18,9 @@ import msgspec
 import numpy as np
 
 from kvstate import trace
+from kvstate.blocks import CPU, GPU
 from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
 from kvstate.events import Replica, decode, encode
-from kvstate.index import CPU, GPU
 from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
 from kvstate.sequence import Sequence, Step

@@ -17,19 +17,20 @@ O(sequences).
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from typing import Final, NamedTuple
 
 from attrs import frozen
 
 from kvstate.act import Actor
 from kvstate.arena import Range
+from kvstate.blocks import Holder, Node
 from kvstate.errors import DeviceError
 from kvstate.flight import Flight
-from kvstate.index import Holder, Index, Node
+from kvstate.index import Index
 from kvstate.keys import Extra, Extras, Identity
-from kvstate.plan import Plan, Run
+from kvstate.lines import Lines, pages_of, source_of
+from kvstate.plan import Plan
 from kvstate.runs import Operands, joined, runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage, Span
@@ -40,10 +41,6 @@ from kvstate.tiers import HostSlots
 
 log = logging.getLogger("kvstate")
 
-_EVICT_SLOT: Final = MACHINES.cell("host.evict")
-_PROMOTE: Final = MACHINES.cell("page.promote")
-_YIELD: Final = MACHINES.cell("page.yield")
-_EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _REGAIN_SLOT: Final = MACHINES.cell("host.regain")
 _REGAIN_PAGE: Final = MACHINES.cell("page.regain")
 _MIRROR: Final = MACHINES.cell("host.mirror")
@@ -78,31 +75,22 @@ class Leaving:
     operands: Operands
 
 
-class Reuse:
+class Reuse(Lines):
     """The index of one manager, and the pages on the host that it keeps."""
 
     def __init__(
         self, index: Index, host: HostSlots, actor: Actor, flight: Flight, mode: str
     ) -> None:
-        self.index, self.host, self.actor, self.flight = index, host, actor, flight
+        super().__init__(index, host, actor, flight, mirrors=mode == "on_commit")
         self.enabled = self.keeping = mode != "off"
         """Whether there is an index, and whether what a closing sequence leaves is kept."""
         self.epoch = 0
         """Of the weights: newcomers find only what is of the same. Grows whenever all is to be
         forgotten."""
-        self.mirrors = mode == "on_commit"
-        """Whether committed pages are copied out at once."""
         self._editions = 0
         """How many pages were written so far that were committed."""
-        self._bare: list[tuple[Node, Sequence]] = []
-        """Blocks that were committed since the last copies."""
         self._seen: list[tuple[Node, Sequence]] = []
         """Blocks on the host that somebody has committed since, not yet promoted."""
-        self.doubles: set[Sequence] = set()
-        """Sequences that may have copies of what a span has."""
-        self.lines: dict[Node, dict[int, Sequence]] = {}
-        """Who else has a page with the same tokens as a block, the first in line first."""
-        self.counters: Counter[str] = flight.counters
         flight.reuse = self
 
     # Looking up.
@@ -205,7 +193,7 @@ class Reuse:
             own = own[len(passage.span.nodes) + len(passage.nodes) :]
         inherited = self._inherited(own)
         lost = own[len(inherited) :]
-        operands = self._orphans(lost) | {"heirs": list(_pages(inherited))}
+        operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}
         return Leaving(seq, low, inherited, lost, operands)
 
     def orphans(self, nodes: list[Node]) -> Operands:
@@ -223,20 +211,6 @@ class Reuse:
             "awaited": runs_of(pages, [s for s in slots if states[s] == MIRRORING.code]),
         }
 
-    def _inherited(self, nodes: Iterable[Node]) -> list[tuple[Node, Sequence]]:
-        """Those blocks that somebody else has too, and who is the first in line for each."""
-        lines = ((node, self.lines.get(node)) for node in nodes)
-        return [(node, next(iter(line.values()))) for node, line in lines if line]
-
-    def _line_up(self, node: Node, seq: Sequence) -> None:
-        self.doubles.add(seq)
-        self.lines.setdefault(node, {})[seq.uid] = seq
-
-    def _step_out(self, node: Node, seq: Sequence) -> None:
-        line = self.lines.get(node)
-        if line is not None and line.pop(seq.uid, None) is not None and not line:
-            del self.lines[node]
-
     def left(self, leaving: Leaving) -> None:
         """The sequence has left: the index follows, and host slots that nobody can find are freed.
 
@@ -251,43 +225,10 @@ class Reuse:
             self.doubles.discard(seq)
         self._bereave(leaving.lost, seq)
 
-    def _inherited_from(self, owner: object, inherited: list[tuple[Node, Sequence]]) -> None:
-        """These blocks have the heirs' pages as canonical ones."""
-        for node, heir in inherited:
-            self._step_out(node, heir)
-            self.index.lose_owner(node, owner, heir)
-        stale = self._changed(inherited) + [pair for pair in inherited if pair[1].range is None]
-        self._drop_copies(stale)
-
-    def _changed(self, found: list[tuple[Node, Sequence]]) -> list[tuple[Node, Sequence]]:
-        """Those whose new canonical page has bytes of somebody else than the old one."""
-        changed = [pair for pair in found if pair[0].edition != pair[1].editions[pair[0].ordinal]]
-        for node, heir in changed:
-            node.edition = heir.editions[node.ordinal]
-        return changed
-
-    def _bereave(self, lost: list[Node], owner: object) -> None:
-        """Blocks have no owner any more: they stay as far as the host has them."""
-        kept = next((at for at, node in enumerate(lost) if node.slot is None), len(lost))
-        for node in lost[:kept]:
-            self.index.lose_owner(node, owner)
-        if kept < len(lost):
-            self.free(self._cut(lost[kept]))
-
     def passed(self, seq: Sequence, span: Span) -> None:
         """A span that the sequence has left has the canonical pages now."""
         for node in span.nodes:
             self.index.lose_owner(node, seq, span)
-
-    def lined_up(self, nodes: Iterable[Node]) -> None:
-        """A span has these blocks now: others may have copies of them."""
-        for node in nodes:
-            self.doubles.update(self.lines.get(node, {}).values())
-
-    def joined(self, seq: Sequence, nodes: list[Node]) -> None:
-        """The sequence has pages of these blocks too."""
-        for node in nodes:
-            self._line_up(node, seq)
 
     def spilled(self, span: Span) -> None:
         """A span has been given up: who else has its pages has the canonical ones now."""
@@ -369,32 +310,6 @@ class Reuse:
         unread = self.host.cells.states[node.slot] == STALE.code
         return unread and seq.pages.states[node.ordinal] == PRIVATE.code
 
-    def _promote(self, found: list[tuple[Node, Sequence]]) -> None:
-        """These sequences have the canonical pages of blocks that had none on the GPU."""
-        self._fire_promote(found)
-        for node, heir in found:
-            self._step_out(node, heir)
-            self.index.give_owner(node, heir)
-
-    def _fire_promote(self, found: list[tuple[Node, Sequence]]) -> None:
-        """These pages of sequences are canonical."""
-        plan = self.flight.plan()
-        for run in _pages(found):
-            plan.fire(_PROMOTE, *run)
-        plan.settle()
-
-    def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
-        """Other pages are canonical than those that the host has copies of, or pages that are on
-        the host themselves."""
-        slots = []
-        for node, _ in found:
-            if node.slot is not None:
-                slots.append(node.slot)
-                self.index.lose_slot(node)
-        self.free(slots)
-        if self.mirrors:
-            self._bare += found
-
     def _regain(self, transfer: Transfer) -> None:
         """Hits have arrived. If only the host had them and nobody else reads them there, the new
         pages are canonical, and the host has mirrors of them: the index learns that the GPU has
@@ -435,7 +350,7 @@ class Reuse:
         pages = self.host.pages
         slots = [s for s in slots_of(transfer.slots) if pages.states[s] == LOADING_STALE.code]
         found: Operands = {"stale": runs_of(pages, slots)}
-        return found if ok else found | {"heirs": list(_pages(self._failed(transfer)[0]))}
+        return found if ok else found | {"heirs": list(pages_of(self._failed(transfer)[0]))}
 
     def ended(self, transfer: Transfer, ok: bool) -> None:
         """The copy has ended and everything else is settled: the index follows."""
@@ -472,27 +387,6 @@ class Reuse:
             if states[node.slot] == MIRROR.code
         }
 
-    def hand_on(self, seq: Sequence) -> None:
-        """A sequence is suspended: of its canonical blocks, those that others have on the GPU are
-        theirs, so that they can still be found."""
-        found = list[tuple[Node, Sequence]]()
-        for node in seq.nodes:
-            line = self.lines.get(node, {}).values() if node.owner is seq else ()
-            heir = next((s for s in line if s.pages.states[node.ordinal] == PRIVATE.code), None)
-            if heir is not None:
-                found.append((node, heir))
-        self._fire_promote(found)
-        self._inherited_from(seq, found)
-        self.give_way(seq, [node for node, _ in found])
-
-    def give_way(self, seq: Sequence, nodes: list[Node]) -> None:
-        """A suspended sequence has copies, and others have the canonical pages."""
-        plan = self.flight.plan()
-        for run in runs_of(seq.pages, [node.ordinal for node in nodes]):
-            plan.fire(_YIELD, *run)
-        plan.settle()
-        self.joined(seq, nodes)
-
     def taken(self, seq: Sequence) -> None:
         """A sequence is suspended, and host copies that were there are its own now; those that are
         still on the way are not wanted any more."""
@@ -528,79 +422,6 @@ class Reuse:
         if holder in node.holders:
             self.index.release(node, holder)
 
-    def make_room(self, slots: int, spare: Iterable[Node] = ()) -> bool:
-        """Evict pages that are nobody's, or on the GPU too, until that many slots are free, or none
-        can go; whether that was enough.
-
-        The least recently used first, and never one that something is kept behind; none of `spare`
-        nor what comes before them.
-        """
-        spare = dict.fromkeys(spare)
-        for node in spare:
-            self.index.hold(node, ("room", 0))
-        self._make_room(slots)
-        for node in spare:
-            self.index.release(node, ("room", 0))
-        return slots <= self.host.free
-
-    def _make_room(self, slots: int) -> None:
-        while slots > self.host.free:
-            short = slots - self.host.free
-            victims = self.index.victims(short) or self._outlived(short)
-            if not victims:
-                return
-            self._inherit([node for node in victims if node.owner is None and node in self.lines])
-            self.free([node.slot for node in victims if node.slot is not None])
-            for node in victims:
-                self.index.lose_slot(node)
-
-    def _outlived(self, most: int) -> list[Node]:
-        """Pages that are nobody's and that somebody has too, who gets the canonical one; the least
-        recently used. Cost: O(blocks that several have)."""
-        nodes = [n for n in self.lines if n.slot is not None and n.owner is None and not n.pins]
-        return sorted(nodes, key=lambda node: (node.used, node.serial))[:most]
-
-    def _inherit(self, nodes: list[Node]) -> None:
-        """Blocks lose their host copies, and somebody has pages of them: theirs are canonical."""
-        inherited = self._inherited(nodes)
-        if inherited:
-            self._promote(inherited)
-            self._changed(inherited)
-
-    def free(self, slots: list[int]) -> None:
-        """Free slots of pages that cannot be found any more; those that a copy names, later."""
-        if slots:
-            plan = self.flight.plan()
-            self._evict(plan, slots)
-            self.actor.run(plan)
-            plan.settle()
-            self.counters["evicted_blocks"] += len(slots)
-
-    def _evict(self, plan: Plan, slots: list[int]) -> None:
-        for cells, low, high in runs_of(self.host.cells, slots):
-            plan.fire(_EVICT_SLOT, cells, low, high)
-        records = [slot for slot in slots if self.host.pages.states[slot]]
-        for cells, low, high in runs_of(self.host.pages, records):
-            plan.fire(_EVICT_PAGE, cells, low, high)
-
-    def _cut(self, node: Node) -> list[int]:
-        """Take a block and all below it out of the index; the slots that those below had.
-
-        Copies go on that write some of them, or that bring them to whoever leaves now: what they
-        bring is not wanted any more. Whoever else copies them stands in line for them.
-        """
-        below = [node]
-        for one in below:
-            below += one.children.values()
-            for holder in tuple(one.holders):
-                self.index.release(one, holder)
-        gone = (
-            self.index.lose_slot(node)
-            if node.owner is None
-            else self.index.lose_owner(node, node.owner)
-        )
-        return [cut.slot for cut in gone if cut.slot is not None]
-
 
 def _readable(owner: object) -> bytes | bytearray:
     """The states of a sequence's pages, if it has memory on the GPU."""
@@ -615,20 +436,3 @@ def _last(transfer: Transfer) -> Node | None:
 def _place(node: Node) -> str:
     """Where a hit comes from, if it is copied."""
     return "host" if node.owner is None else "span" if isinstance(node.owner, Span) else "live"
-
-
-def source_of(node: Node) -> Range | None:
-    """The range in which somebody has the canonical page on the GPU, and it can be read."""
-    owner = node.owner
-    if isinstance(owner, Span):
-        return owner.home
-    if not isinstance(owner, Sequence) or owner.range is None:
-        return None
-    readable = owner.pages.states[node.ordinal] == COMMITTED.code
-    return owner.range if readable else None
-
-
-def _pages(inherited: Iterable[tuple[Node, Sequence]]) -> Iterator[Run]:
-    """The heirs' pages."""
-    for node, heir in inherited:
-        yield heir.pages, node.ordinal, node.ordinal + 1

@@ -16,9 +16,9 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstate.arena import Range
+from kvstate.blocks import Node
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
-from kvstate.index import Node
 from kvstate.keys import Extras, Identity
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (

@@ -17,8 +17,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from kvstate.arena import Range
+from kvstate.blocks import Node
 from kvstate.config import Config, Geometry
-from kvstate.index import Node
 from kvstate.keys import ID_BYTES
 from kvstate.plan import Cells, Frames
 from kvstate.runs import Operands

@@ -18,9 +18,20 @@ from typing import Any, Final
 
 from attrs import evolve, frozen
 
-from kvstate.spec import alias, frame, host, page, sequence, span
+from kvstate.spec import frame, host, page, sequence
 from kvstate.spec import range as range_
-from kvstate.spec.facts import BlockFact, Ledger, RangeFact, SequenceFact, SpanFact, View, Work
+from kvstate.spec.facts import BlockFact, Ledger, RangeFact, SequenceFact, View, Work
+from kvstate.spec.span_laws import (
+    Memory,
+    aliases_are_read_only,
+    aliases_hold,
+    mapped,
+    remapped,
+    shared,
+    spans_are_of_their_tenants,
+    spans_are_whole,
+    spare_spans,
+)
 
 INT31: Final = (1 << 31) - 1
 _ROLES: Final = bytes.maketrans(
@@ -158,28 +169,11 @@ def named_holders(view: View) -> Iterator[str]:
         for number in (copy.range, *copy.sources):
             if (kind, copy.token) not in held.get(number, ()):
                 yield f"transfer {copy.token} does not hold range {number}"
-    yield from _aliases_hold(view)
+    yield from aliases_hold(view)
     naming = Counter(row for step in view.steps for row in step.rows)
     for seq in view.sequences:
         if seq.steps != naming[seq.row]:
             yield f"sequence {seq.uid} counts {seq.steps} steps, {naming[seq.row]} name it"
-
-
-def _aliases_hold(view: View) -> Iterator[str]:
-    """A range that aliases a span holds it, and nothing else does; a span has its home."""
-    aliasing = {fact.number: fact.span for fact in view.ranges if fact.span is not None}
-    holding = {number: one.number for one in view.spans for number in one.holders}
-    if aliasing != holding:
-        yield f"ranges alias the spans {aliasing}, but these are held {holding}"
-    homes = {fact.home_of: fact.number for fact in view.ranges if fact.home_of is not None}
-    if homes != {one.number: one.home for one in view.spans}:
-        yield f"the spans have the homes {homes}"
-    for fact in view.ranges:
-        if bool(fact.aliases) != (fact.span is not None) or fact.aliases.strip(_ALIASED):
-            yield f"range {fact.number} aliases span {fact.span} with {fact.aliases.hex()}"
-
-
-_ALIASED: Final = bytes([alias.ALIASED.code])
 
 
 @_law(3, "no reuse in flight", "always", "what issued work names is nobody else's")
@@ -189,7 +183,7 @@ def no_reuse_in_flight(view: View) -> Iterator[str]:
     owned = []
     for fact in view.ranges:
         in_use = fact.state in (range_.RESERVED.code, range_.FENCED.code)
-        frames = _shared(fact, spans) + (len(fact.frame_ids) if in_use else 0)
+        frames = shared(fact, spans) + (len(fact.frame_ids) if in_use else 0)
         if in_use or fact.home_of is not None:
             owned.append((fact.base, fact.base + frames * view.frame_bytes))
     arena_end = view.arena_base + view.arena_bytes
@@ -200,12 +194,6 @@ def no_reuse_in_flight(view: View) -> Iterator[str]:
                     yield f"{work.name} touches {size} bytes at {address:#x}, not in use"
             else:
                 yield from _slots_in_use(view, work.name, address, size)
-
-
-def _shared(fact: RangeFact, spans: dict[int, SpanFact]) -> int:
-    """Frames at the beginning of a range that are not its own."""
-    left = 0 if fact.home_of is None else len(spans[fact.home_of].frame_ids)
-    return len(fact.aliases) + left
 
 
 def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[str]:
@@ -220,7 +208,7 @@ def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[st
 def index_coherence(view: View) -> Iterator[str]:
     """A block's owner has it canonical and readable, its slot has it, and nothing is left out."""
     yield from (f"the index: {fault}" for fault in view.index_faults)
-    yield from _spans_are_whole(view)
+    yield from spans_are_whole(view)
     sequences = {seq.uid: seq for seq in view.sequences}
     slots = {block.slot for block in view.blocks}
     for block in view.blocks:
@@ -238,32 +226,6 @@ def index_coherence(view: View) -> Iterator[str]:
             yield f"host slot {slot} is {_slot(view, slot)}, its page {view.host_pages[slot]}"
         if code in _NOBODYS and slot not in slots:
             yield f"host slot {slot} is {_slot(view, slot)} and not in the index"
-
-
-def _spans_are_whole(view: View) -> Iterator[str]:
-    """Each block of a span is canonical there, or with the sequence in whose range it lies."""
-    owners = {fact.home_of: fact.owner for fact in view.ranges if fact.home_of is not None}
-    of_spans = {block.name: block.span for block in view.blocks if block.span is not None}
-    of_owners = {block.name: block.owner for block in view.blocks}
-    unit = view.align_bytes // view.frame_bytes
-    for one in view.spans:
-        lives = one.state == span.LIVE.code
-        for name in one.blocks:
-            if lives and of_owners.get(name or -1) != owners.get(one.number):
-                yield f"a block of span {one.number} is not its owner's"
-            if not lives and of_spans.pop(name or -1, None) != one.number:
-                yield f"a block of span {one.number} is not canonical there"
-        if one.state == span.EMPTY.code:
-            if one.blocks or one.pages:
-                yield f"span {one.number} is EMPTY and has {len(one.blocks)} blocks"
-            continue
-        size = len(one.blocks) * view.block_bytes
-        if size != (one.end - one.first_frame) * view.frame_bytes or one.end % unit:
-            yield f"span {one.number} has {len(one.blocks)} blocks, frames up to {one.end}"
-        if not lives and one.pages != bytes([page.PINNED.code]) * len(one.blocks):
-            yield f"span {one.number} has pages {one.pages.hex()}"
-    if of_spans:
-        yield f"{len(of_spans)} blocks are said to be of spans that do not have them"
 
 
 def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) -> Iterator[str]:
@@ -328,7 +290,7 @@ def all_or_nothing(before: View, after: View, touched: frozenset[int]) -> Iterat
     for uid in old.keys() & new.keys():
         if _same(old[uid]) != _same(new[uid]):
             yield f"sequence {uid} changed from {old[uid]} to {new[uid]}"
-        if not _remapped(charged_before.get(uid), charged_after.get(uid)):
+        if not remapped(charged_before.get(uid), charged_after.get(uid)):
             yield f"the memory of sequence {uid} changed"
 
 
@@ -338,26 +300,16 @@ def _same(seq: SequenceFact) -> SequenceFact:
     return evolve(seq, pages=seq.pages.translate(_ROLES), blocks=())
 
 
-_Memory = tuple[int, tuple[int, ...]]
+def _charged(fact: RangeFact) -> int:
+    """The frames of a range that its sequence pays for."""
+    return sum(fact.frame_states.count(code) for code in _CHARGED)
 
 
-def _memory(view: View) -> dict[int | None, _Memory]:
+def _memory(view: View) -> dict[int | None, Memory]:
     """How much of each sequence's memory is a span's, and the frames that it pays for, by uid."""
     return {
         fact.owner: (len(fact.aliases), fact.frame_ids[: _charged(fact)]) for fact in view.ranges
     }
-
-
-def _remapped(before: _Memory | None, after: _Memory | None) -> bool:
-    """The same memory, but that a span may have taken the place of the first frames."""
-    if before is None or after is None:
-        return before is after
-    return before[0] <= after[0] and before[1][after[0] - before[0] :] == after[1]
-
-
-def _charged(fact: RangeFact) -> int:
-    """The frames of a range that its sequence pays for."""
-    return sum(fact.frame_states.count(code) for code in _CHARGED)
 
 
 @_law(9, "a failed load is unreadable", "always", "pages load while a copy fills them")
@@ -426,7 +378,7 @@ def progress(view: View, error: Any) -> Iterator[str]:
     if place == "budget":
         codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
         kept = getattr(error, "protected", 0)
-        had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view, kept)
+        had = sum(view.frame_counts[state.code] for state in codes) + spare_spans(view, kept)
         if kept not in (0, view.protected_frames):
             yield f"{kept} frames were protected, not {view.protected_frames}"
         if error.needed <= had:
@@ -449,34 +401,13 @@ def progress(view: View, error: Any) -> Iterator[str]:
         yield "the gate refused although nothing runs"
 
 
-def _spare_spans(view: View, left: int) -> int:
-    """Frames of spans that no sequence maps, but for the latest that fit into `left` frames."""
-    registered = [one for one in view.spans if one.state != span.LIVE.code]
-    sizes = {one.number: len(one.frame_ids) for one in registered}
-    kept = set[int]()
-    full = [one for one in registered if one.state == span.REGISTERED.code]
-    for one in sorted(full, key=lambda one: (-one.used, one.first_frame)):
-        left -= sizes[one.number]
-        if left < 0:
-            break
-        kept.add(one.number)
-    ranges = {fact.number: fact for fact in view.ranges}
-    waiting = sorted(registered, key=lambda one: -one.first_frame)
-    for one in waiting:  # the longest chains first: a span is needed by those behind it
-        for number in one.holders:
-            home = ranges[number].home_of
-            if ranges[number].owner is not None or home in kept:
-                kept.add(one.number)
-    return sum(size for number, size in sizes.items() if number not in kept)
-
-
 @_law(12, "promises", "always", "what was promised can be had")
 def promises_hold(view: View) -> Iterator[str]:
     """What running sequences may still ask for is free, parked, coming or in spans that can go."""
     codes = (frame.ABSENT, frame.POOLED, frame.PARKED, frame.COMING)
     running = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
     left = view.protected_frames if running > 1 else 0
-    had = sum(view.frame_counts[state.code] for state in codes) + _spare_spans(view, left)
+    had = sum(view.frame_counts[state.code] for state in codes) + spare_spans(view, left)
     promised = sum(seq.promised for seq in view.sequences)
     if promised > had:
         yield f"{promised} frames were promised, {had} can be had"
@@ -542,7 +473,7 @@ def contiguity(view: View) -> Iterator[str]:
             yield f"range {fact.number} does not begin at a slot and a frame"
         if len(fact.frame_ids) != len(fact.frame_states):
             yield f"range {fact.number} has frames without a state"
-        names = _mapped(fact, ranges, spans)
+        names = mapped(fact, ranges, spans)
         if len(names) > fact.extent_frames:
             yield f"range {fact.number} is mapped beyond its extent"
         charged = fact.frame_states.rstrip(_TAIL).lstrip(_SHARED)
@@ -558,17 +489,6 @@ def contiguity(view: View) -> Iterator[str]:
     yield from _disjoint(view)
     for seq in view.sequences:
         yield from _pages_in_order(view, seq)
-
-
-def _mapped(
-    fact: RangeFact, ranges: dict[int, RangeFact], spans: dict[int, SpanFact]
-) -> tuple[int, ...]:
-    """The frames that must be behind a range, from its base: aliases, what it left, its own."""
-    left = () if fact.home_of is None else spans[fact.home_of].frame_ids
-    if fact.span is None:
-        return left + fact.frame_ids
-    home = ranges[spans[fact.span].home]
-    return _mapped(home, ranges, spans)[: len(fact.aliases)] + left + fact.frame_ids
 
 
 def _disjoint(view: View) -> Iterator[str]:
@@ -608,7 +528,7 @@ def _expect(seq: SequenceFact, runs: tuple[tuple[Any, int], ...]) -> Iterator[st
 def no_writer(view: View) -> Iterator[str]:
     """A step in flight writes only into pages that may be written, or are still being loaded.
     Aliases are mapped so that nobody can write there."""
-    yield from _aliases_are_read_only(view)
+    yield from aliases_are_read_only(view)
     rows = {seq.row: seq for seq in view.sequences if seq.state == sequence.ACTIVE.code}
     may = _WRITABLE | {page.LOADING_ACTIVE.code}
     for step in view.steps:
@@ -620,15 +540,6 @@ def no_writer(view: View) -> Iterator[str]:
             if first is not None:
                 state = page.PAGE.states[seq.pages[first]]
                 yield f"step {step.number} writes page {first} of sequence {seq.uid}: {state}"
-
-
-def _aliases_are_read_only(view: View) -> Iterator[str]:
-    expected = {
-        fact.base + at * view.frame_bytes for fact in view.ranges for at in range(len(fact.aliases))
-    }
-    if expected != view.ledger.read_only:
-        differ = sorted(hex(place) for place in expected ^ view.ledger.read_only)
-        yield f"what is aliased and what is read-only differ at {differ}"
 
 
 _MIRRORS: Final = frozenset((host.MIRRORING.code, host.MIRROR.code))
@@ -660,22 +571,12 @@ def events_replay(view: View) -> Iterator[str]:
 def isolation(view: View) -> Iterator[str]:
     """Whoever owns a block, or is in line for it, is of its tenant; so is whoever maps a span."""
     tenants = {seq.uid: seq.tenant for seq in view.sequences}
-    yield from _spans_are_of_their_tenants(view, tenants)
+    yield from spans_are_of_their_tenants(view, tenants)
     for block in view.blocks:
         users = block.line if block.owner is None else (block.owner, *block.line)
         for uid in users:
             if tenants.get(uid) != block.tenant:
                 yield f"block {block.ordinal} of tenant {block.tenant!r} is of sequence {uid}"
-
-
-def _spans_are_of_their_tenants(view: View, tenants: dict[int, bytes]) -> Iterator[str]:
-    blocks = {block.name: block.tenant for block in view.blocks}
-    spans = {one.number: {blocks.get(name or -1) for name in one.blocks} for one in view.spans}
-    for fact in view.ranges:
-        if fact.owner is None or fact.span is None:
-            continue
-        if spans[fact.span] != {tenants[fact.owner]}:
-            yield f"range {fact.number} maps span {fact.span}, which is of another tenant"
 
 
 @_law(24, "clean end", "end", "after the last close nothing is held")

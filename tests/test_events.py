@@ -9,6 +9,7 @@ import msgspec
 import pytest
 
 from kvstate import Manager
+from kvstate.blocks import Node
 from kvstate.errors import TraceError
 from kvstate.events import (
     AllBlocksCleared,
@@ -23,7 +24,7 @@ from kvstate.events import (
     encode,
     replay,
 )
-from kvstate.index import Index, Node
+from kvstate.index import Index
 from kvstate.keys import Identity, token_bytes
 from tests.conftest import Open
 from tests.test_reuse import PROMPT, said

@@ -13,7 +13,8 @@ import pytest
 from kvstate import Manager, trace
 from kvstate.campaign import fuzz
 from kvstate.campaign.fuzz import ROWS, STATES, Tally
-from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.campaign.shrink import shrink
 from kvstate.campaign.workers import run_workers
 from kvstate.cli import open_named

@@ -14,9 +14,10 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
+from kvstate.blocks import Holder, Node, Place
 from kvstate.errors import ConfigError, IllegalTransition
 from kvstate.events import Numbered, Publisher, Replica, decode, encode
-from kvstate.index import Holder, Index, Node, Place
+from kvstate.index import Index
 from kvstate.index_check import check
 from kvstate.keys import Extra, Identity, extra_bytes, token_bytes
 

@@ -24,7 +24,8 @@ from hypothesis.stateful import (
 
 from kvstate import trace
 from kvstate.campaign.fuzz import play
-from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.campaign.report import program_text
 from kvstate.campaign.rules import RULES, draw_config, dressed
 from kvstate.campaign.shrink import shrink

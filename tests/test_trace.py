@@ -15,7 +15,8 @@ from hypothesis import strategies as st
 
 from kvstate import Manager, TraceError, trace
 from kvstate.campaign.fuzz import play
-from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.device import ByteDevice
 from kvstate.errors import KvStateError

@@ -22,7 +22,7 @@ import numpy as np
 from attrs import define, field, frozen
 
 from kvstate.campaign.model import Ids, Library, SegmentRow, Story
-from kvstate.campaign.player import begin, host_rows, publish
+from kvstate.campaign.reading import begin, host_rows, publish
 from kvstate.config import Config
 from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames

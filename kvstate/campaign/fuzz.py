@@ -21,7 +21,8 @@ from typing import Final
 from attrs import define, field, frozen
 
 from kvstate import trace
-from kvstate.campaign.player import LOST, Broken, Player
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import LOST, Player
 from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.campaign.shrink import Program, shrink
 from kvstate.device import ByteDevice

@@ -33,6 +33,14 @@ def packed(ids: Iterable[int] = ()) -> Ids:
     return array("i", ids)
 
 
+class Broken(AssertionError):
+    """Something that must hold does not. `kind` says what; equal kinds are the same failure."""
+
+    def __init__(self, kind: str, detail: str) -> None:
+        self.kind, self.detail = kind, detail
+        super().__init__(f"{kind}: {detail}")
+
+
 class Library:
     """Who may have written each block that was ever committed: what a hit may bring.
 

@@ -17,7 +17,8 @@ from typing import Any, Final
 from attrs import frozen
 
 from kvstate import trace
-from kvstate.campaign.player import Broken, Player
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.gpu import HostDevice
 from kvstate.plan import STATE_NAMES

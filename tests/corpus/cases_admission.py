@@ -171,7 +171,7 @@ ADMISSION: Final = (
     Case(
         name="a refused sequence leaves no row behind",
         entries=("B41",),
-        law="replay",
+        law="law 11 (leaving releases)",
         fault=Fault(
             "a row is taken before the sequence is refused",
             "kvstate/admission.py",

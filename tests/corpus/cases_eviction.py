@@ -55,7 +55,7 @@ EVICTION: Final = (
         law=HELD,
         fault=Fault(
             "blocks that are held are evicted too",
-            "kvstate/index.py",
+            "kvstate/blocks.py",
             "        and not node.pins\n",
             "",
             "B05",
@@ -258,7 +258,7 @@ EVICTION: Final = (
         law="law 1 (conservation)",
         fault=Fault(
             "what a prefix takes with it is not freed",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "            self.free(self._cut(lost[kept]))\n",
             "            self._cut(lost[kept])\n",
             "B32",
@@ -284,7 +284,7 @@ EVICTION: Final = (
         law=SHORT,
         fault=Fault(
             "what is free is not counted",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "            short = slots - self.host.free\n",
             "            short = slots\n",
             "B134",
@@ -305,7 +305,7 @@ EVICTION: Final = (
         law="law 1 (conservation)",
         fault=Fault(
             "slots are given up in the order in which they were filled",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "victims = self.index.victims(short) or self._outlived(short)",
             "victims = [n for n in self.index.slots.values() if not n.pins][:short]",
             "B146",

@@ -341,7 +341,7 @@ FAILURES: Final = (
         law="bytes",
         fault=Fault(
             "a page counts as there once its copy was issued",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "    readable = owner.pages.states[node.ordinal] == COMMITTED.code\n",
             "    readable = owner.pages.states[node.ordinal] in (COMMITTED.code, 4)\n",
             "B149",

@@ -9,9 +9,10 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Final
 
+from kvstate.blocks import Node
 from kvstate.errors import TraceError
 from kvstate.events import Publisher, Replica
-from kvstate.index import Index, Node
+from kvstate.index import Index
 from kvstate.index_check import check
 from kvstate.keys import Extras, Identity, token_bytes
 from tests.corpus.case import REACHED, Case, expect
@@ -200,7 +201,7 @@ KEYS: Final = (
         law=TIERS,
         fault=Fault(
             "only children that are not on the GPU count",
-            "kvstate/index.py",
+            "kvstate/blocks.py",
             "        and node.host_children == taken\n"
             "        and (node.owner is not None or len(node.children) == cut)\n",
             "        and sum(one.owner is None for one in node.children.values()) == taken\n",

@@ -94,7 +94,7 @@ MIRRORS: Final = (
         law="law 12 (progress)",
         fault=Fault(
             "a host copy that somebody has too is kept for ever",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "victims = self.index.victims(short) or self._outlived(short)",
             "victims = self.index.victims(short)",
             "S07",
@@ -125,7 +125,7 @@ MIRRORS: Final = (
         law="bytes",
         fault=Fault(
             "the host keeps the bytes of who has left",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "        self._drop_copies(stale)\n",
             "",
             "B68",

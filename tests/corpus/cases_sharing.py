@@ -278,7 +278,7 @@ SHARING: Final = (
         law="law 1 (conservation)",
         fault=Fault(
             "an evicted block stays in the index",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "            for node in victims:\n                self.index.lose_slot(node)\n",
             "",
             "B64",
@@ -331,7 +331,7 @@ SHARING: Final = (
         law="law 5 (index coherence)",
         fault=Fault(
             "who gives its bytes up stays in the index",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "        if kept < len(lost):\n            self.free(self._cut(lost[kept]))\n",
             "",
             "B67",

@@ -106,7 +106,7 @@ SPANS: Final = (
         law="law 5 (index coherence)",
         fault=Fault(
             "blocks with a copy on the host stay those of the span that went",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "        for node in lost[:kept]:\n            self.index.lose_owner(node, owner)\n",
             "",
             "S13",
@@ -249,7 +249,7 @@ SPANS: Final = (
         law="law 1 (conservation)",
         fault=Fault(
             "what a span takes with it is not freed",
-            "kvstate/reuse.py",
+            "kvstate/lines.py",
             "            self.free(self._cut(lost[kept]))\n",
             "            self._cut(lost[kept])\n",
             "B32",

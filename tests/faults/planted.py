@@ -361,7 +361,7 @@ FAULTS = (
     ),
     Fault(
         "an heir's page is taken for what the host has a copy of",
-        "kvstate/reuse.py",
+        "kvstate/lines.py",
         "            node.edition = heir.editions[node.ordinal]\n        return changed\n",
         "            node.edition = heir.editions[node.ordinal]\n        return []\n",
     ),

@@ -1,0 +1,243 @@
+"""Who has which page of a block besides the one that is canonical, and who comes next.
+
+Everybody else with the same tokens stands in line for the block. When the canonical page goes, the
+first in line has the next one; what nobody has any more is on the host or cut from the index. Here
+is also how host slots are given up, since that may make somebody's page canonical.
+
+The same tokens are not the same bytes: several may have computed them. So each page has an
+*edition*, and a copy on the host is good only for the edition that it was made of.
+
+Rejected: making the line the index's own. It would have to know sequences and their pages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from kvstate.act import Actor
+from kvstate.arena import Range
+from kvstate.blocks import Node
+from kvstate.flight import Flight
+from kvstate.index import Index
+from kvstate.plan import Plan, Run
+from kvstate.runs import runs_of
+from kvstate.sequence import Sequence
+from kvstate.spans import Span
+from kvstate.spec.compiled import MACHINES
+from kvstate.spec.page import COMMITTED, PRIVATE
+from kvstate.tiers import HostSlots
+
+_EVICT_SLOT: Final = MACHINES.cell("host.evict")
+_EVICT_PAGE: Final = MACHINES.cell("page.evict")
+_PROMOTE: Final = MACHINES.cell("page.promote")
+_YIELD: Final = MACHINES.cell("page.yield")
+
+
+class Lines:
+    """The lines of one index, and the host slots that it gives up."""
+
+    def __init__(
+        self, index: Index, host: HostSlots, actor: Actor, flight: Flight, *, mirrors: bool
+    ) -> None:
+        self.index, self.host, self.actor, self.flight = index, host, actor, flight
+        self.mirrors = mirrors
+        """Whether committed pages are copied out at once."""
+        self._bare: list[tuple[Node, Sequence]] = []
+        """Blocks whose pages became canonical since the last copies."""
+        self.doubles: set[Sequence] = set()
+        """Sequences that may have copies of what a span has."""
+        self.lines: dict[Node, dict[int, Sequence]] = {}
+        """Who else has a page with the same tokens as a block, the first in line first."""
+        self.counters: Counter[str] = flight.counters
+
+    # Standing in line.
+
+    def _line_up(self, node: Node, seq: Sequence) -> None:
+        self.doubles.add(seq)
+        self.lines.setdefault(node, {})[seq.uid] = seq
+
+    def _step_out(self, node: Node, seq: Sequence) -> None:
+        line = self.lines.get(node)
+        if line is not None and line.pop(seq.uid, None) is not None and not line:
+            del self.lines[node]
+
+    def joined(self, seq: Sequence, nodes: list[Node]) -> None:
+        """The sequence has pages of these blocks too."""
+        for node in nodes:
+            self._line_up(node, seq)
+
+    def lined_up(self, nodes: Iterable[Node]) -> None:
+        """A span has these blocks now: others may have copies of them."""
+        for node in nodes:
+            self.doubles.update(self.lines.get(node, {}).values())
+
+    def _inherited(self, nodes: Iterable[Node]) -> list[tuple[Node, Sequence]]:
+        """Those blocks that somebody else has too, and who is the first in line for each."""
+        lines = ((node, self.lines.get(node)) for node in nodes)
+        return [(node, next(iter(line.values()))) for node, line in lines if line]
+
+    # Coming next.
+
+    def _promote(self, found: list[tuple[Node, Sequence]]) -> None:
+        """These sequences have the canonical pages of blocks that had none on the GPU."""
+        self._fire_promote(found)
+        for node, heir in found:
+            self._step_out(node, heir)
+            self.index.give_owner(node, heir)
+
+    def _fire_promote(self, found: list[tuple[Node, Sequence]]) -> None:
+        """These pages of sequences are canonical."""
+        plan = self.flight.plan()
+        for run in pages_of(found):
+            plan.fire(_PROMOTE, *run)
+        plan.settle()
+
+    def _inherited_from(self, owner: object, inherited: list[tuple[Node, Sequence]]) -> None:
+        """These blocks have the heirs' pages as canonical ones."""
+        for node, heir in inherited:
+            self._step_out(node, heir)
+            self.index.lose_owner(node, owner, heir)
+        stale = self._changed(inherited) + [pair for pair in inherited if pair[1].range is None]
+        self._drop_copies(stale)
+
+    def _changed(self, found: list[tuple[Node, Sequence]]) -> list[tuple[Node, Sequence]]:
+        """Those whose new canonical page has bytes of somebody else than the old one."""
+        changed = [pair for pair in found if pair[0].edition != pair[1].editions[pair[0].ordinal]]
+        for node, heir in changed:
+            node.edition = heir.editions[node.ordinal]
+        return changed
+
+    def hand_on(self, seq: Sequence) -> None:
+        """A sequence is suspended: of its canonical blocks, those that others have on the GPU are
+        theirs, so that they can still be found."""
+        found = list[tuple[Node, Sequence]]()
+        for node in seq.nodes:
+            line = self.lines.get(node, {}).values() if node.owner is seq else ()
+            heir = next((s for s in line if s.pages.states[node.ordinal] == PRIVATE.code), None)
+            if heir is not None:
+                found.append((node, heir))
+        self._fire_promote(found)
+        self._inherited_from(seq, found)
+        self.give_way(seq, [node for node, _ in found])
+
+    def give_way(self, seq: Sequence, nodes: list[Node]) -> None:
+        """A suspended sequence has copies, and others have the canonical pages."""
+        plan = self.flight.plan()
+        for run in runs_of(seq.pages, [node.ordinal for node in nodes]):
+            plan.fire(_YIELD, *run)
+        plan.settle()
+        self.joined(seq, nodes)
+
+    # Giving up.
+
+    def _bereave(self, lost: list[Node], owner: object) -> None:
+        """Blocks have no owner any more: they stay as far as the host has them."""
+        kept = next((at for at, node in enumerate(lost) if node.slot is None), len(lost))
+        for node in lost[:kept]:
+            self.index.lose_owner(node, owner)
+        if kept < len(lost):
+            self.free(self._cut(lost[kept]))
+
+    def _cut(self, node: Node) -> list[int]:
+        """Take a block and all below it out of the index; the slots that those below had.
+
+        Copies go on that write some of them, or that bring them to whoever leaves now: what they
+        bring is not wanted any more. Whoever else copies them stands in line for them.
+        """
+        below = [node]
+        for one in below:
+            below += one.children.values()
+            for holder in tuple(one.holders):
+                self.index.release(one, holder)
+        gone = (
+            self.index.lose_slot(node)
+            if node.owner is None
+            else self.index.lose_owner(node, node.owner)
+        )
+        return [cut.slot for cut in gone if cut.slot is not None]
+
+    def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
+        """Other pages are canonical than those that the host has copies of, or pages that are on
+        the host themselves."""
+        slots = []
+        for node, _ in found:
+            if node.slot is not None:
+                slots.append(node.slot)
+                self.index.lose_slot(node)
+        self.free(slots)
+        if self.mirrors:
+            self._bare += found
+
+    def make_room(self, slots: int, spare: Iterable[Node] = ()) -> bool:
+        """Evict pages that are nobody's, or on the GPU too, until that many slots are free, or none
+        can go; whether that was enough.
+
+        The least recently used first, and never one that something is kept behind; none of `spare`
+        nor what comes before them.
+        """
+        spare = dict.fromkeys(spare)
+        for node in spare:
+            self.index.hold(node, ("room", 0))
+        self._make_room(slots)
+        for node in spare:
+            self.index.release(node, ("room", 0))
+        return slots <= self.host.free
+
+    def _make_room(self, slots: int) -> None:
+        while slots > self.host.free:
+            short = slots - self.host.free
+            victims = self.index.victims(short) or self._outlived(short)
+            if not victims:
+                return
+            self._inherit([node for node in victims if node.owner is None and node in self.lines])
+            self.free([node.slot for node in victims if node.slot is not None])
+            for node in victims:
+                self.index.lose_slot(node)
+
+    def _outlived(self, most: int) -> list[Node]:
+        """Pages that are nobody's and that somebody has too, who gets the canonical one; the least
+        recently used. Cost: O(blocks that several have)."""
+        nodes = [n for n in self.lines if n.slot is not None and n.owner is None and not n.pins]
+        return sorted(nodes, key=lambda node: (node.used, node.serial))[:most]
+
+    def _inherit(self, nodes: list[Node]) -> None:
+        """Blocks lose their host copies, and somebody has pages of them: theirs are canonical."""
+        inherited = self._inherited(nodes)
+        if inherited:
+            self._promote(inherited)
+            self._changed(inherited)
+
+    def free(self, slots: list[int]) -> None:
+        """Free slots of pages that cannot be found any more; those that a copy names, later."""
+        if slots:
+            plan = self.flight.plan()
+            self._evict(plan, slots)
+            self.actor.run(plan)
+            plan.settle()
+            self.counters["evicted_blocks"] += len(slots)
+
+    def _evict(self, plan: Plan, slots: list[int]) -> None:
+        for cells, low, high in runs_of(self.host.cells, slots):
+            plan.fire(_EVICT_SLOT, cells, low, high)
+        records = [slot for slot in slots if self.host.pages.states[slot]]
+        for cells, low, high in runs_of(self.host.pages, records):
+            plan.fire(_EVICT_PAGE, cells, low, high)
+
+
+def source_of(node: Node) -> Range | None:
+    """The range in which somebody has the canonical page on the GPU, and it can be read."""
+    owner = node.owner
+    if isinstance(owner, Span):
+        return owner.home
+    if not isinstance(owner, Sequence) or owner.range is None:
+        return None
+    readable = owner.pages.states[node.ordinal] == COMMITTED.code
+    return owner.range if readable else None
+
+
+def pages_of(inherited: Iterable[tuple[Node, Sequence]]) -> Iterator[Run]:
+    """The heirs' pages."""
+    for node, heir in inherited:
+        yield heir.pages, node.ordinal, node.ordinal + 1
