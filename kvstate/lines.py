@@ -73,10 +73,17 @@ class Lines:
         for node in nodes:
             self.doubles.update(self.lines.get(node, {}).values())
 
-    def _inherited(self, nodes: Iterable[Node]) -> list[tuple[Node, Sequence]]:
-        """Those blocks that somebody else has too, and who is the first in line for each."""
-        lines = ((node, self.lines.get(node)) for node in nodes)
-        return [(node, next(iter(line.values()))) for node, line in lines if line]
+    def _inherited(self, nodes: Iterable[Node]) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
+        """Those blocks that somebody else has too, and who is the first in line for each; and those
+        that nobody else has. In their order; they need not be a chain."""
+        inherited, lost = list[tuple[Node, Sequence]](), list[Node]()
+        for node in nodes:
+            line = self.lines.get(node)
+            if line:
+                inherited.append((node, next(iter(line.values()))))
+            else:
+                lost.append(node)
+        return inherited, lost
 
     # Coming next.
 
@@ -137,8 +144,12 @@ class Lines:
         kept = next((at for at, node in enumerate(lost) if node.slot is None), len(lost))
         for node in lost[:kept]:
             self.index.lose_owner(node, owner)
-        if kept < len(lost):
-            self.free(self._cut(lost[kept]))
+        cut = self._cut_all(lost[kept:])
+        self.free(cut)
+
+    def _cut_all(self, nodes: list[Node]) -> list[int]:
+        """Take blocks and all below them out of the index; the slots of those below."""
+        return [slot for node in nodes if node.findable for slot in self._cut(node)]
 
     def _cut(self, node: Node) -> list[int]:
         """Take a block and all below it out of the index; the slots that those below had.
@@ -204,7 +215,7 @@ class Lines:
 
     def _inherit(self, nodes: list[Node]) -> None:
         """Blocks lose their host copies, and somebody has pages of them: theirs are canonical."""
-        inherited = self._inherited(nodes)
+        inherited, _ = self._inherited(nodes)
         if inherited:
             self._promote(inherited)
             self._changed(inherited)

@@ -191,14 +191,13 @@ class Reuse(Lines):
         own = [node for node in seq.nodes[low:] if node.owner is seq]
         if passage is not None:
             own = own[len(passage.span.nodes) + len(passage.nodes) :]
-        inherited = self._inherited(own)
-        lost = own[len(inherited) :]
+        inherited, lost = self._inherited(own)
         operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}
         return Leaving(seq, low, inherited, lost, operands)
 
     def orphans(self, nodes: list[Node]) -> Operands:
         """What it means that a span does not have these blocks any more."""
-        return self._orphans(nodes[len(self._inherited(nodes)) :])
+        return self._orphans(self._inherited(nodes)[1])
 
     def _orphans(self, lost: list[Node]) -> Operands:
         slots = [node.slot for node in lost if node.slot is not None]
@@ -232,10 +231,10 @@ class Reuse(Lines):
 
     def spilled(self, span: Span) -> None:
         """A span has been given up: who else has its pages has the canonical ones now."""
-        inherited = self._inherited(span.nodes)
+        inherited, lost = self._inherited(span.nodes)
         self._fire_promote(inherited)
         self._inherited_from(span, inherited)
-        self._bereave(span.nodes[len(inherited) :], span)
+        self._bereave(lost, span)
 
     # Pages on the host that are nobody's.
 
@@ -252,29 +251,36 @@ class Reuse(Lines):
         """Copy out what was committed since the last time, all of it in one go, as far as there is
         room or can be made; a block only behind the one before it."""
         bare, self._bare = self._bare, []
-        nodes: list[Node] = []
-        for node in dict.fromkeys(node for node, _ in bare):
-            above = node.parent
-            leads = above is None or above.slot is not None or (nodes and nodes[-1] is above)
-            if leads and node.slot is None and source_of(node) is not None:
-                nodes.append(node)
+        nodes = self._leading(node for node, _ in bare)
         if not nodes:
             return
         before = [node.parent for node in nodes if node.parent is not None]
         self.make_room(len(nodes), [node for node in before if node.slot is not None])
-        nodes = [node for node in nodes[: self.host.free] if source_of(node) is not None]
+        sources = ((node, source_of(node)) for node in nodes[: self.host.free])
+        pages = [
+            (range_.base + node.ordinal * block_bytes, node, range_)
+            for node, range_ in sources
+            if range_ is not None
+        ]
+        pages.sort(key=lambda page: page[0])  # neighbours are copied in one piece
         plan = self.flight.plan()
-        plan.room = self.host.room(len(nodes)) or []
-        slots, ranges = list(slots_of(plan.room)), [source_of(node) for node in nodes]
-        plan.pieces = joined(
-            [r.base + n.ordinal * block_bytes for n, r in zip(nodes, ranges, strict=True) if r],
-            [self.host.address + slot * block_bytes for slot in slots],
-            block_bytes,
-        )
+        plan.room = self.host.room(len(pages)) or []
+        slots = [self.host.address + slot * block_bytes for slot in slots_of(plan.room)]
+        plan.pieces = joined([address for address, _, _ in pages], slots, block_bytes)
         for run in plan.room:
             plan.fire(_MIRROR, *run)
-        found = [range_ for range_ in dict.fromkeys(ranges) if range_ is not None]
-        self._issue_mirrors(plan, bare[0][1], nodes, found)
+        ranges = list(dict.fromkeys(range_ for _, _, range_ in pages))
+        self._issue_mirrors(plan, bare[0][1], [node for _, node, _ in pages], ranges)
+
+    def _leading(self, bare: Iterable[Node]) -> list[Node]:
+        """Those that can be copied out, each behind its parent or with that on the host already."""
+        leading: dict[Node, None] = {}
+        for node in sorted(bare, key=lambda node: node.ordinal):
+            above = node.parent
+            leads = above is None or above.slot is not None or above in leading
+            if leads and node.slot is None and source_of(node) is not None:
+                leading[node] = None
+        return list(leading)
 
     def _issue_mirrors(
         self, plan: Plan, seq: Sequence, nodes: list[Node], ranges: list[Range]
@@ -371,9 +377,7 @@ class Reuse(Lines):
             self.index.give_owner(node, heir)
             self.index.lose_slot(node)
         self._changed(inherited)
-        if lost:
-            freed = set(slots_of(transfer.slots))
-            self.free([slot for slot in self._cut(lost[0]) if slot not in freed])
+        self.free([slot for slot in self._cut_all(lost) if slot not in slots])
 
     def mirrors_of(self, seq: Sequence, passage: Passage | None) -> dict[int, int]:
         """Host slots that have pages of the sequence already, by ordinal; not of those that it
@@ -401,9 +405,9 @@ class Reuse(Lines):
     def _failed(self, transfer: Transfer) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
         """Of pages that were to be kept and have no owner: what others have, what nobody has."""
         slots = set(slots_of(transfer.slots))
-        nodes = [node for node in transfer.nodes if node.owner is None and node.slot in slots]
-        inherited = self._inherited(nodes)
-        return inherited, nodes[len(inherited) :]
+        return self._inherited(
+            node for node in transfer.nodes if node.owner is None and node.slot in slots
+        )
 
     def _onboarded(self, transfer: Transfer) -> None:
         readers = self.host.readers

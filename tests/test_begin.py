@@ -271,6 +271,37 @@ def test_a_copy_that_fails_leaves_nothing_that_can_be_found(open_manager: Open) 
     assert kv.probe_reuse([*PROMPT, 0]) == 0
 
 
+@pytest.mark.parametrize("heir", [True, False], ids=["of heirs", "of strangers"])
+def test_blocks_of_one_copy_need_not_be_a_chain(open_manager: Open, heir: bool) -> None:
+    """They are of several that have nothing in common, or of one that became another's heir after
+    it had gone on. Nothing of a failed copy can be found, in whatever order they came."""
+    device = HostDevice()
+    kv = open_manager(device, write_through="on_commit", frames=16, spans="off")
+    seqs = [kv.create(max_tokens=16) for _ in range(2)]
+    for seq in seqs:
+        seq.resume()
+    if heir:
+        go_on(kv, seqs[0], PROMPT[:4])
+        go_on(kv, seqs[1], PROMPT[:6])
+        go_on(kv, seqs[1], PROMPT)
+        seqs.pop(0).drop()
+    else:
+        go_on(kv, seqs[0], [7] * 3)
+        go_on(kv, seqs[1], [8] * 3)
+        kv.poll()
+        kv.settle(kv.step(kv.batch(seqs)))
+        kv.commit_each(kv.batch(seqs), [9, 9])
+    device.fail_next("complete")
+    kv.step(kv.batch(seqs))
+    for seq in seqs:
+        seq.close()
+    kv.poll()
+    kv.poll()
+    kept = 0 if heir else 2
+    assert len(kv.reuse.index) == kept
+    assert kv.stats().host_slots == {"FREE": 16 - kept} | ({"STALE": kept} if kept else {})
+
+
 def test_a_host_without_room_leaves_a_whole_prefix(open_manager: Open) -> None:
     kv, seq = mirrored(open_manager, slots=3)
     assert kv.stats().host_slots == {"MIRROR": 3}

@@ -259,8 +259,8 @@ EVICTION: Final = (
         fault=Fault(
             "what a prefix takes with it is not freed",
             "kvstate/lines.py",
-            "            self.free(self._cut(lost[kept]))\n",
-            "            self._cut(lost[kept])\n",
+            "        self.free(cut)\n",
+            "",
             "B32",
         ),
         config=config(spans="off"),

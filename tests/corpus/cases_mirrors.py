@@ -155,8 +155,8 @@ MIRRORS: Final = (
         fault=Fault(
             "what is to be copied is a list with repeats",
             "kvstate/reuse.py",
-            "for node in dict.fromkeys(node for node, _ in bare):",
-            "for node in [node for node, _ in bare]:",
+            "nodes = self._leading(node for node, _ in bare)\n",
+            "nodes = [n for n, _ in bare if n in self._leading(m for m, _ in bare)]\n",
             "B01",
         ),
         config=config(write_through="on_commit"),

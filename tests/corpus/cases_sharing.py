@@ -332,8 +332,8 @@ SHARING: Final = (
         fault=Fault(
             "who gives its bytes up stays in the index",
             "kvstate/lines.py",
-            "        if kept < len(lost):\n            self.free(self._cut(lost[kept]))\n",
-            "",
+            "self._cut_all(lost[kept:])",
+            "[0 for _ in lost[:0]]",
             "B67",
         ),
         config=config(),

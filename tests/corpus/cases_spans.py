@@ -160,8 +160,8 @@ SPANS: Final = (
         fault=Fault(
             "a span that goes takes what others have too",
             "kvstate/reuse.py",
-            "        inherited = self._inherited(span.nodes)\n",
-            "        inherited = list[tuple[Node, Sequence]]()\n",
+            "        inherited, lost = self._inherited(span.nodes)\n",
+            "        inherited, lost = list[tuple[Node, Sequence]](), span.nodes\n",
             "B13",
         ),
         config=config(slots=4),
@@ -250,8 +250,8 @@ SPANS: Final = (
         fault=Fault(
             "what a span takes with it is not freed",
             "kvstate/lines.py",
-            "            self.free(self._cut(lost[kept]))\n",
-            "            self._cut(lost[kept])\n",
+            "        self.free(cut)\n",
+            "",
             "B32",
         ),
         config=config(slots=1, spans="all"),

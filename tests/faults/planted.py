@@ -260,8 +260,8 @@ FAULTS = (
     Fault(
         "nobody inherits the canonical page",
         "kvstate/reuse.py",
-        "        inherited = self._inherited(own)\n",
-        "        inherited: list[tuple[Node, Sequence]] = []\n",
+        "        inherited, lost = self._inherited(own)\n",
+        "        inherited, lost = list[tuple[Node, Sequence]](), own\n",
         "B13",
     ),
     Fault(
