@@ -291,13 +291,16 @@ class Admission(Stepping):
         kind = {"onboards": True} if fresh else {"inward": True}
         transfer = Transfer(plan.token, seq, start.range, plan.room, copied, **kind)
         transfer.partial, transfer.pieces = match.partial, plan.pieces
-        sources = {source_of(node): None for node in copied}
-        if match.partial is not None:
-            sources[source_of(match.partial)] = None
-        if match.parent is not None and match.tail_tokens:
-            sources[match.parent.range] = None
-        transfer.sources = [source for source in sources if source is not None]
+        transfer.sources = self._sources(match, copied)
         return transfer
+
+    def _sources(self, match: Match, copied: list[Node]) -> list[Range]:
+        """The ranges that a copy of these blocks and of the tail reads."""
+        read = copied if match.partial is None else [*copied, match.partial]
+        sources = [source_of(node) for node in read]
+        if match.parent is not None and match.tail_tokens:
+            sources.append(match.parent.range)
+        return list(dict.fromkeys(source for source in sources if source is not None))
 
     def _share(self, seq: Sequence, start: Start) -> None:
         """What is mapped of others is settled."""
@@ -343,7 +346,7 @@ class Admission(Stepping):
         shared = 0 if sharing is None else sharing.blocks
         copied = nodes[shared:]
         tokens = seq.held_tokens or self._tokens(match)
-        range_, parked, frames = self._range_for(seq, tokens, sharing)
+        range_, parked, frames = self._range_for(seq, tokens, sharing, self._sources(match, copied))
         operands = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
         plan = self._plan_frames(seq, {range_: frames})
         plan.base, plan.stream = range_.base, stream
@@ -390,10 +393,10 @@ class Admission(Stepping):
         return None if mapped is None and free >= share * self.gpu.budget_frames else sharing
 
     def _range_for(
-        self, seq: Sequence, tokens: int, sharing: Sharing | None
+        self, seq: Sequence, tokens: int, sharing: Sharing | None, spare: list[Range]
     ) -> tuple[Range, bool, int]:
         """The range that the sequence gets, whether it is a parked one, and the frames it needs
-        from its base."""
+        from its base. None of those to `spare`, from which it copies."""
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
         needed = max(1, frames - (0 if sharing is None else sharing.frames))
         if not self._admits(needed, sharing):
@@ -403,6 +406,10 @@ class Admission(Stepping):
             raise self._short(str(seq), whole, "reserve")
         begins = None if sharing is None else (sharing.span.number, sharing.frames)
         parked = self.arena.fitting(extent, begins) if self.config.adopt else None
+        if parked is None and self.config.adopt and needed > self.gpu.free:
+            retaining = self.arena.retained(extent, begins, spare)
+            if retaining is not None:
+                raise self._short(str(seq), needed, "retained", {retaining: frames})
         range_ = parked or self.arena.vacant(extent)
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")

@@ -12,7 +12,7 @@ sequence, and a row that is free again is the only one that can use its mapping.
 from __future__ import annotations
 
 from bisect import bisect_left, insort
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +22,7 @@ from kvstate.spec.frame import LIVE_SPAN, MAPPED, PARKED
 from kvstate.spec.range import VACANT
 
 if TYPE_CHECKING:
+    from kvstate.blocks import Node
     from kvstate.spans import Span
 
 Signature = tuple[int, int] | None
@@ -36,8 +37,8 @@ class Range:
     """
 
     __slots__ = (
-        "aliases", "base", "extent_frames", "frames", "holders", "home_of", "number", "owner",
-        "pages", "parked_at", "span", "state",
+        "aliases", "base", "extent_frames", "frames", "holders", "home_of", "kept_frames", "nodes",
+        "number", "owner", "pages", "parked_at", "span", "state",
     )  # fmt: skip
 
     def __init__(self, number: int, base: int, extent_frames: int, counts: list[int]) -> None:
@@ -57,6 +58,10 @@ class Range:
         self.holders: set[tuple[str, int]] = set()
         self.owner: Any = None
         self.parked_at = 0
+        self.nodes: list[Node] = []
+        """What the index calls the pages that it retains."""
+        self.kept_frames = 0
+        """Its own frames up to the last that has one: their bytes are as its owner left them."""
 
     def __str__(self) -> str:
         return f"range {self.number}"
@@ -192,7 +197,9 @@ class Arena:
         self.ranges: dict[int, Range] = {}
         """Every range that is not VACANT, by number."""
         self.parked: dict[Signature, Shelf] = {}
-        """PARKED ranges by what they begin with."""
+        """PARKED ranges that retain nothing, by what they begin with."""
+        self.retaining: dict[int, Range] = {}
+        """Those that retain something, by number; the longest parked first."""
         self.clock = 0
         self.made = 0
 
@@ -200,6 +207,17 @@ class Arena:
         """The parked range to adopt that begins with just that. O(log)."""
         shelf = self.parked.get(signature)
         return None if shelf is None else shelf.fitting(extent_frames)
+
+    def retained(
+        self, extent_frames: int, signature: Signature, spare: Container[Range]
+    ) -> Range | None:
+        """The longest parked range to adopt that retains something, besides those to `spare`.
+        O(retaining ranges)."""
+        for range_ in self.retaining.values():
+            fits = range_.extent_frames >= extent_frames and range_.signature == signature
+            if fits and range_ not in spare:
+                return range_
+        return None
 
     def vacant(self, extent_frames: int) -> Range | None:
         """A VACANT range over free addresses, not taken yet; None if there are none."""
@@ -232,16 +250,23 @@ class Arena:
         """Put a range that has become PARKED up for adoption."""
         self.clock += 1
         range_.parked_at = self.clock
-        self.parked.setdefault(range_.signature, Shelf()).put(range_)
+        if range_.kept_frames:
+            self.retaining[range_.number] = range_
+        else:
+            self.parked.setdefault(range_.signature, Shelf()).put(range_)
 
     def unpark(self, range_: Range) -> None:
         """Take a range that is PARKED no longer out of the offer."""
+        if self.retaining.pop(range_.number, None) is not None:
+            return
         shelf = self.parked[range_.signature]
         shelf.take(range_)
         if not shelf.extents:
             del self.parked[range_.signature]
 
     def oldest_parked(self) -> list[Range]:
-        """Parked ranges, the longest parked first. O(n log n) in the parked ranges."""
+        """Parked ranges, the longest parked first, and those last that retain something.
+        O(n log n) in the parked ranges."""
         waiting = [range_ for shelf in self.parked.values() for range_ in shelf]
-        return sorted(waiting, key=lambda range_: range_.parked_at)
+        waiting += self.retaining.values()
+        return sorted(waiting, key=lambda range_: (range_.kept_frames > 0, range_.parked_at))

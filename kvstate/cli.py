@@ -174,6 +174,9 @@ def replay(
     alias: Annotated[
         bool, typer.Option(help="Map what others have on the GPU instead of copying it.")
     ] = True,
+    retain: Annotated[
+        bool, typer.Option(help="Keep what parked memory holds readable until that is wanted.")
+    ] = False,
     device: DeviceOption = "auto",
     streams: StreamsOption = Streams.EAGER,
     seed: Annotated[int, typer.Option(min=0, help="Of what --shared and streams draw.")] = 0,
@@ -193,7 +196,9 @@ def replay(
     with closing(open_named(device, streams.value, seed)) as opened, _progress(json) as tell:
         frame = frame or opened.granularity_bytes
         tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
-        config = serving_config(shape, *tiers, block=block, batch=batch, reuse=reuse, alias=alias)
+        config = serving_config(
+            shape, *tiers, block=block, batch=batch, reuse=reuse, alias=alias, retain=retain
+        )
         work = [scaled(request, scale, config.max_tokens) for request in found]
         engine, started = Engine(config, opened, batch, chunk), monotonic()
         outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))

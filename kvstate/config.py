@@ -104,6 +104,9 @@ class Config:
     """Whether the first tokens of a block are copied from one that begins alike."""
     adopt: bool = True
     """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
+    retain: bool = False
+    """Whether what a sequence committed stays readable in the memory that it leaves, until that is
+    wanted: a hit is then copied on the GPU (lazy retention)."""
     scrub: bool = False
     """Freed memory is overwritten before anybody else gets it."""
 
@@ -122,11 +125,7 @@ class Config:
             raise ConfigError(
                 f"max_utilization_for_resume is {self.max_utilization_for_resume}: not in (0, 1]"
             )
-        for name, known in (("write_through", WRITE_THROUGH), ("spans", SPANS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
-                )
+        self._check_modes()
         if not 0 <= self.gpu.protected_share < 1:
             raise ConfigError(
                 f"protected_share is {self.gpu.protected_share}: not from 0 to below 1"
@@ -134,6 +133,17 @@ class Config:
         if not 0 <= self.gpu.copy_share <= 1:
             raise ConfigError(f"copy_share is {self.gpu.copy_share}: not from 0 to 1")
         Geometry(self)
+
+    def _check_modes(self) -> None:
+        for name, known in (("write_through", WRITE_THROUGH), ("spans", SPANS)):
+            if getattr(self, name) not in known:
+                raise ConfigError(
+                    f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
+                )
+        if self.retain and self.write_through == "off":
+            raise ConfigError(
+                "retain is on, but with write_through 'off' nothing is found; use 'on_free'"
+            )
 
 
 class Geometry:

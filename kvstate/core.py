@@ -121,6 +121,9 @@ class Core:
             self.ladder.supply(short)
         elif isinstance(short, OutOfFrames) and short.place == "addresses":
             self.ladder.addresses(short)
+        elif isinstance(short, OutOfFrames) and short.place == "retained":
+            for range_ in short.uses:
+                self.ladder.give_up(range_)
         elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
             self._find_slots(short)
         else:

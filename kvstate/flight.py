@@ -26,6 +26,7 @@ from kvstate.spec.transfer import STEP_ISSUED
 log = logging.getLogger("kvstate")
 
 _LAND: Final = MACHINES.object("range.land")
+_READ: Final = MACHINES.object("range.read")
 _DONE: Final = MACHINES.object("transfer.done")
 _FAIL: Final = MACHINES.object("transfer.fail")
 _STEP_LAND: Final = MACHINES.object("step.land")
@@ -84,12 +85,22 @@ class Flight:
         self.counters["host_bytes_moved"] += host_bytes
         self.transfers[transfer.token] = transfer
         for range_ in (transfer.range, *transfer.sources):
+            self._refence(range_)
             range_.holders.add((transfer.kind, transfer.token))
         if transfer.kind == "transfer":
             self.loads += transfer.loads
             if not transfer.keeps:
                 transfer.seq.transfer = transfer
         self.columns.version += 1
+
+    def _refence(self, range_: Range) -> None:
+        """A copy is about to read what a parked range retains: it cannot be adopted meanwhile."""
+        if range_.state == PARKED.code and range_.kept_frames:
+            self.arena.unpark(range_)
+            plan = self.plan()
+            plan.operands = {"frames": ((range_.frames, 0, len(range_.frames.ids)),)}
+            plan.move(_READ, range_)
+            plan.settle()
 
     def poll(self) -> list[Completion]:
         """Deliver what has ended; does not wait."""
@@ -153,7 +164,11 @@ class Flight:
 
     def _land(self, range_: Range) -> None:
         plan = self.plan()
-        plan.operands = {"frames": ((range_.frames, 0, len(range_.frames.ids)),)}
+        frames, kept = range_.frames, range_.kept_frames
+        plan.operands = {
+            "retaining": ((frames, 0, kept),),
+            "frames": ((frames, kept, len(frames.ids)),),
+        }
         plan.move(_LAND, range_)
         self.actor.run(plan)
         plan.settle()

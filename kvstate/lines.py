@@ -33,6 +33,7 @@ _EVICT_SLOT: Final = MACHINES.cell("host.evict")
 _EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _PROMOTE: Final = MACHINES.cell("page.promote")
 _YIELD: Final = MACHINES.cell("page.yield")
+_RELEASE: Final = MACHINES.cell("page.release")
 
 
 class Lines:
@@ -162,12 +163,23 @@ class Lines:
             below += one.children.values()
             for holder in tuple(one.holders):
                 self.index.release(one, holder)
+        self._release(below)
         gone = (
             self.index.lose_slot(node)
             if node.owner is None
             else self.index.lose_owner(node, node.owner)
         )
         return [cut.slot for cut in gone if cut.slot is not None]
+
+    def _release(self, nodes: list[Node]) -> None:
+        """Parked memory retains no block that cannot be found."""
+        plan = self.flight.plan()
+        for node in nodes:
+            range_ = node.owner
+            if isinstance(range_, Range) and node in range_.nodes:
+                plan.fire(_RELEASE, range_.pages, node.ordinal, node.ordinal + 1)
+                range_.nodes.remove(node)
+        plan.settle()
 
     def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
         """Other pages are canonical than those that the host has copies of, or pages that are on
@@ -240,6 +252,8 @@ class Lines:
 def source_of(node: Node) -> Range | None:
     """The range in which somebody has the canonical page on the GPU, and it can be read."""
     owner = node.owner
+    if isinstance(owner, Range):
+        return owner
     if isinstance(owner, Span):
         return owner.home
     if not isinstance(owner, Sequence) or owner.range is None:

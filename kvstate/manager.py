@@ -278,13 +278,16 @@ class Manager(Admission):
         self._enter()
         self._legal(event, seq)
         passage = self.spans.passage(seq, self.reuse.epoch, closing=event is _CLOSE)
-        leaving = self.reuse.leaving(seq, 0, passage)
         passed = [] if passage is None else passage.span.nodes + passage.nodes
         known = seq.identity.weights_epoch == self.reuse.epoch
         keep = keep and known and seq.transfer is None
+        retains = keep and self.config.retain and seq.range is not None
+        leaving = self.reuse.leaving(seq, 0, passage, retains=retains)
         if keep and seq.range is not None:
-            self.reuse.make_room(sum(node.slot is None for node in passed + leaving.lost))
-            leaving = self.reuse.leaving(seq, 0, passage)
+            nodes = passed + leaving.retained + leaving.lost
+            self.reuse.make_room(sum(node.slot is None for node in nodes))
+            leaving = self.reuse.leaving(seq, 0, passage, retains=retains)
+        passed += leaving.retained
         leaves = leaves | self.spans.passing(passage)
         plan, nodes, slots = self._plan_leave(event, seq, after, leaves, leaving, passed, keep=keep)
         self._fence(seq, after)
@@ -304,11 +307,20 @@ class Manager(Admission):
             transfer = Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True)
             self.flight.issue(transfer, plan.size_bytes)
         self._left_behind(seq, passage)
+        self._retain(seq, passage, leaving)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
         self.reuse.keep(nodes, slots, plan.token)
         self.reuse.left(leaving)
+
+    def _retain(self, seq: Sequence, passage: Passage | None, leaving: Leaving) -> None:
+        """The range that the sequence is about to leave retains what nobody else has."""
+        if leaving.retained and seq.range is not None:
+            first = self.spans.shared_frames(seq.range, passage)
+            tokens = (leaving.retained[-1].ordinal + 1) * self.config.tokens_per_block
+            seq.range.kept_frames = self.geometry.frames(tokens) - first
+            self.reuse.retained(leaving, seq.range)
 
     def _plan_leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands,
@@ -317,6 +329,10 @@ class Manager(Admission):
         """The plan, and the blocks that get host slots."""
         plan, nodes, slots = self.flight.plan(), list[Node](), list[int]()
         plan.operands = operands = leaves | runs.hosted(seq) | leaving.operands
+        if leaving.retained:
+            kept = runs_of(seq.pages, [node.ordinal for node in leaving.retained])
+            own = [run for whole in leaves["resident"] for run in runs.besides(whole, kept)]
+            operands |= {"retained": kept, "resident": own}
         if keep and seq.range is not None:
             nodes, slots = self._plan_keep(plan, operands, seq, passed, leaving.lost)
             plan.stream, plan.event = seq.stream, after
@@ -386,6 +402,8 @@ class Manager(Admission):
         self.reuse.epoch += 1
         self.flight.quiesce()
         self.reuse.make_room(self.host.capacity)
+        for range_ in tuple(self.arena.retaining.values()):
+            self.ladder.give_up(range_)
         self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
 
     def trim(self, keep_frames: int = 0) -> None:

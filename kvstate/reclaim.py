@@ -23,6 +23,7 @@ from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
 from kvstate.reuse import Reuse
+from kvstate.runs import runs_of
 from kvstate.sequence import Sequence
 from kvstate.spans import Sharing, Span, Spans
 from kvstate.spec.compiled import MACHINES
@@ -39,6 +40,7 @@ _CONDEMN: Final = MACHINES.cell("frame.condemn")
 _SPARE: Final = MACHINES.cell("frame.spare")
 _REMAP: Final = MACHINES.object("sequence.remap")
 _SPILL: Final = MACHINES.object("range.spill")
+_EMPTY_RANGE: Final = MACHINES.object("range.empty")
 _EMPTY_SPAN: Final = MACHINES.object("span.empty")
 _SPILL_SPAN: Final = MACHINES.object("span.spill")
 _VACATE: Final = MACHINES.object("range.vacate")
@@ -204,8 +206,23 @@ class Ladder:
         plan.move(_EMPTY_SPAN, span)
         self.actor.run(plan)
         plan.settle()
-        self.reuse.spilled(span)
+        self.reuse.given_up(span)
         self.spans.emptied(span)
+
+    def give_up(self, range_: Range) -> None:
+        """Give up what a parked range retains: its memory is wanted, or must be forgotten."""
+        plan = self.flight.plan()
+        plan.operands = self.reuse.orphans(range_.nodes) | {
+            "retained": runs_of(range_.pages, [node.ordinal for node in range_.nodes]),
+            "wiped": [(range_.frames, 0, range_.kept_frames)],
+        }
+        plan.move(_EMPTY_RANGE, range_)
+        self.actor.run(plan)
+        plan.settle()
+        self.arena.unpark(range_)
+        range_.kept_frames = 0
+        self.arena.park(range_)
+        self.reuse.given_up(range_)
 
     def unalias(self, home: Range | None) -> None:
         """Unmap what parked ranges alias of a span that is at home there, spans behind it too."""
@@ -238,6 +255,9 @@ class Ladder:
 
     def _unmap(self, victims: list[tuple[Range, int, int]]) -> None:
         """Unmap the last own frames of ranges: (range, first, end) of each."""
+        for range_, low, _ in victims:
+            if low < range_.kept_frames:
+                self.give_up(range_)
         condemn = self.flight.plan()
         for range_, low, high in victims:
             condemn.fire(_CONDEMN, range_.frames, low, high)

@@ -72,6 +72,8 @@ class Leaving:
     lost: list[Node]
     """Canonical pages of blocks that nobody else has on the GPU, the first of them first. Some may
     have a copy on the host already."""
+    retained: list[Node]
+    """Those of them that can still be read in the range that it leaves."""
     operands: Operands
 
 
@@ -185,15 +187,19 @@ class Reuse(Lines):
 
     # Leaving.
 
-    def leaving(self, seq: Sequence, low: int = 0, passage: Passage | None = None) -> Leaving:
+    def leaving(
+        self, seq: Sequence, low: int = 0, passage: Passage | None = None, *,
+        retains: bool = False,
+    ) -> Leaving:  # fmt: skip
         """What it means that the sequence has its blocks from `low` on no more; those of a span
-        that it leaves to others are not lost."""
+        that it leaves to others are not lost, nor is anything if its range `retains` it."""
         own = [node for node in seq.nodes[low:] if node.owner is seq]
         if passage is not None:
             own = own[len(passage.span.nodes) + len(passage.nodes) :]
         inherited, lost = self._inherited(own)
+        lost, retained = ([], lost) if retains else (lost, [])
         operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}
-        return Leaving(seq, low, inherited, lost, operands)
+        return Leaving(seq, low, inherited, lost, retained, operands)
 
     def orphans(self, nodes: list[Node]) -> Operands:
         """What it means that a span does not have these blocks any more."""
@@ -229,12 +235,20 @@ class Reuse(Lines):
         for node in span.nodes:
             self.index.lose_owner(node, seq, span)
 
-    def spilled(self, span: Span) -> None:
-        """A span has been given up: who else has its pages has the canonical ones now."""
-        inherited, lost = self._inherited(span.nodes)
+    def retained(self, leaving: Leaving, range_: Range) -> None:
+        """The range that the sequence has left has the canonical pages now."""
+        range_.nodes = leaving.retained
+        for node in range_.nodes:
+            self.index.lose_owner(node, leaving.seq, range_)
+
+    def given_up(self, owner: Span | Range) -> None:
+        """What a span or a parked range had is given up: who else has its pages has the canonical
+        ones now."""
+        nodes, owner.nodes = owner.nodes, []
+        inherited, lost = self._inherited(nodes)
         self._fire_promote(inherited)
-        self._inherited_from(span, inherited)
-        self._bereave(lost, span)
+        self._inherited_from(owner, inherited)
+        self._bereave(lost, owner)
 
     # Pages on the host that are nobody's.
 
@@ -439,4 +453,6 @@ def _last(transfer: Transfer) -> Node | None:
 
 def _place(node: Node) -> str:
     """Where a hit comes from, if it is copied."""
-    return "host" if node.owner is None else "span" if isinstance(node.owner, Span) else "live"
+    if node.owner is None:
+        return "host"
+    return {Span: "span", Range: "parked"}.get(type(node.owner), "live")

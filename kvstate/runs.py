@@ -82,6 +82,17 @@ def leaving(seq: Sequence, geometry: Geometry) -> Operands:
     }
 
 
+def besides(run: Run, others: Iterable[Run]) -> list[Run]:
+    """What is left of a run without others, which lie in it in order."""
+    cells, low, end = run
+    found = list[Run]()
+    for _, first, after in others:
+        if low < first:
+            found.append((cells, low, first))
+        low = after
+    return [*found, (cells, low, end)] if low < end else found
+
+
 def hosted(seq: Sequence, opened: int = 0) -> Operands:
     """What a sequence has on the host, and what it has lost and does not get now."""
     if seq.slots:
@@ -127,9 +138,9 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     if range_ is None:
         return
     states = range_.pages.states
-    for name in ("resident", "left"):
-        for cells, low, high in operands.get(name, ()):
-            states += cells.states[low:high]
+    own = [*operands.get("resident", ()), *operands.get("retained", ())]
+    for cells, low, high in (*sorted(own, key=lambda run: run[1]), *operands.get("left", ())):
+        states += cells.states[low:high]
     range_.owner = seq.range = None
     seq.columns.capacity[seq.row] = 0
 

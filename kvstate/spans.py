@@ -281,6 +281,10 @@ class Spans:
             "pinned": ((span.pages, 0, blocks),),
         }
 
+    def shared_frames(self, range_: Range, passage: Passage | None) -> int:
+        """Frames at the beginning of a range that are not its own once its owner has left."""
+        return range_.shared if passage is None else self._frames(passage.end)
+
     def passed(self, passage: Passage) -> None:
         """The span is the registry's, just before that is settled: ranges land when it is."""
         span = passage.span

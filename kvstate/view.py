@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
+from kvstate.arena import Range
 from kvstate.index_check import check
 from kvstate.manager import Manager
 from kvstate.plan import Run
@@ -93,6 +94,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             key=node.key,
             owner=node.owner.uid if isinstance(node.owner, Sequence) else None,
             span=node.owner.number if isinstance(node.owner, Span) else None,
+            range=node.owner.number if isinstance(node.owner, Range) else None,
             slot=node.slot,
             holders=frozenset(node.holders),
             line=tuple(kv.reuse.lines.get(node, ())),
@@ -116,6 +118,7 @@ def _ranges(kv: Manager) -> list[RangeFact]:
             owner=None if item.owner is None else item.owner.uid,
             aliases=bytes(item.aliases.states),
             span=None if item.span is None else item.span.number,
+            kept_frames=item.kept_frames,
             home_of=None if item.home_of is None else item.home_of.number,
         )
         for item in kv.arena.ranges.values()

@@ -58,6 +58,8 @@ class RangeFact:
     """The span behind its aliases."""
     home_of: int | None
     """The span whose frames follow its aliases."""
+    kept_frames: int
+    """Its own frames up to the last that has a retained page."""
 
 
 @frozen
@@ -111,6 +113,8 @@ class BlockFact:
     """The sequence whose page is canonical."""
     span: int | None
     """The span that has it, if no sequence has."""
+    range: int | None
+    """The parked range that retains it, if neither has."""
     slot: int | None
     holders: frozenset[tuple[str, int]]
     line: tuple[int, ...]

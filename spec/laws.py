@@ -27,6 +27,7 @@ from kvstate.spec.span_laws import (
     aliases_hold,
     mapped,
     remapped,
+    retained_are_named,
     shared,
     spans_are_of_their_tenants,
     spans_are_whole,
@@ -209,6 +210,7 @@ def index_coherence(view: View) -> Iterator[str]:
     """A block's owner has it canonical and readable, its slot has it, and nothing is left out."""
     yield from (f"the index: {fault}" for fault in view.index_faults)
     yield from spans_are_whole(view)
+    yield from retained_are_named(view)
     sequences = {seq.uid: seq for seq in view.sequences}
     slots = {block.slot for block in view.blocks}
     for block in view.blocks:
@@ -554,7 +556,7 @@ def tier_order(view: View) -> Iterator[str]:
         if block.parent is not None and not users[block.name] <= users[block.parent]:
             missing = users[block.name] - users[block.parent]
             yield f"block {block.ordinal} is of {missing}, the one before it is not"
-        on_gpu = block.owner is not None or block.span is not None
+        on_gpu = any(one is not None for one in (block.owner, block.span, block.range))
         mirrors = block.slot is not None and view.host_states[block.slot] in _MIRRORS
         if (not on_gpu and block.slot is None) or on_gpu != (block.slot is None or mirrors):
             slot = "no slot" if block.slot is None else _slot(view, block.slot)

@@ -62,6 +62,10 @@ ALIASED: Final = State(
     14, "ALIASED", "full and read-only; the memory is a span's", readable=True, place="gpu"
 )
 PINNED: Final = State(15, "PINNED", "canonical, in a span that outlived its owner", place="gpu")
+RETAINED: Final = State(
+    16, "RETAINED", "canonical, in parked memory; readable until that is wanted",
+    readable=True, place="gpu",
+)  # fmt: skip
 
 PAGE: Final = Table(
     "page",
@@ -86,6 +90,7 @@ PAGE: Final = Table(
         STALE,
         ALIASED,
         PINNED,
+        RETAINED,
     ),
     rows=(
         # A running sequence.
@@ -231,6 +236,8 @@ PAGE: Final = Table(
             (ALIASED, PARKED),
             why="the range is freed: mapped memory that nobody may read, until it is adopted",
         ),
+        Row("retain", COMMITTED, RETAINED, "the range is freed, and whoever has a hit may read it"),
+        Row("release", RETAINED, PARKED, "its memory is wanted, or nobody can find it any more"),
         Row("adopt", PARKED, VACANT, "the next sequence takes the range over"),
         Row("spill", PARKED, VACANT, "the memory is unmapped under pressure"),
         *rows(

@@ -4,6 +4,9 @@ A freed range waits for its *fence*: the named holders (steps, a copy, the calle
 still touch it. Then it is parked still mapped, and the next sequence that fits adopts it whole: in
 a steady state no driver mapping call is made. Every free goes through FENCED, also with nothing in
 flight, so that there is one way out and no special case to forget.
+
+A parked range may *retain* what its last owner committed, readable until the memory is wanted. A
+copy from there puts it behind a fence again, so that nobody adopts or unmaps it meanwhile.
 """
 
 from typing import Final
@@ -33,6 +36,8 @@ RANGE: Final = Table(
         Row("land", FENCED, PARKED, "the last holder is done", guard=(holds == 0) & (mapped > 0)),
         Row("land", FENCED, VACANT, "the last holder is done and nothing is mapped",
             guard=(holds == 0) & (mapped == 0)),
+        Row("read", PARKED, FENCED, "a copy reads what it retains: the fence waits for that"),
+        Row("empty", PARKED, PARKED, "its memory is wanted: what it retains is given up"),
         Row("spill", RESERVED, RESERVED, "its unused tail is unmapped under pressure"),
         Row("spill", PARKED, PARKED, "frames are taken from its end under pressure"),
         Row("vacate", PARKED, VACANT, "its last frame is gone", guard=mapped == 0),

@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstate.spec import alias, page, span
+from kvstate.spec import range as range_
 from kvstate.spec.facts import RangeFact, SpanFact, View
 
 _ALIASED: Final = bytes([alias.ALIASED.code])
+_UNUSED: Final = frozenset((range_.PARKED.code, range_.FENCED.code))
 
 
 def aliases_hold(view: View) -> Iterator[str]:
@@ -59,6 +61,29 @@ def spans_are_whole(view: View) -> Iterator[str]:
             yield f"span {one.number} has pages {one.pages.hex()}"
     if of_spans:
         yield f"{len(of_spans)} blocks are said to be of spans that do not have them"
+
+
+def retained_are_named(view: View) -> Iterator[str]:
+    """What parked memory retains is what the index says, in frames that were left as they are."""
+    named = {(block.range, block.ordinal) for block in view.blocks if block.range is not None}
+    found = set()
+    for fact in view.ranges:
+        pages = [at for at, code in enumerate(fact.pages) if code == page.RETAINED.code]
+        found |= {(fact.number, at) for at in pages}
+        end = len(fact.aliases) + len(_left(fact, view)) + fact.kept_frames
+        if pages and (pages[-1] + 1) * view.block_bytes > end * view.frame_bytes:
+            yield f"range {fact.number} retains page {pages[-1]} beyond frame {end}"
+        if fact.kept_frames > len(fact.frame_ids):
+            yield f"range {fact.number} keeps {fact.kept_frames} of {len(fact.frame_ids)} frames"
+        if fact.kept_frames and fact.state not in _UNUSED:
+            yield f"range {fact.number} is in use and keeps {fact.kept_frames} frames"
+    if named != found:
+        yield f"the index and parked ranges differ in what is retained: {sorted(named ^ found)}"
+
+
+def _left(fact: RangeFact, view: View) -> tuple[int, ...]:
+    """The frames of the span that is at home in a range, if the registry has them."""
+    return next((one.frame_ids for one in view.spans if one.number == fact.home_of), ())
 
 
 def spare_spans(view: View, left: int) -> int:

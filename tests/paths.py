@@ -31,7 +31,7 @@ from kvstate.view import view
 Program = tuple[trace.AnyCall, ...]
 
 
-def header(frame_bytes: int = 4096) -> trace.Header:
+def header(frame_bytes: int = 4096, *, retain: bool = False) -> trace.Header:
     """Four tokens a frame, two a block: a block is half a frame."""
     config = Config(
         layers=[LayerSpec(kv_heads=1, head_dim=frame_bytes // 16, dtype="float16")],
@@ -42,12 +42,12 @@ def header(frame_bytes: int = 4096) -> trace.Header:
         max_sequences=2,
         spans="all",
         write_through="on_commit",
+        retain=retain,
         scrub=True,
     )
     return trace.Header(kvstate_trace=trace.VERSION, config=config, strict=False)
 
 
-HEADER = header()
 SEQUENCES = 2
 """How many sequences a program may create, one after the other."""
 DEPTH = 8
@@ -79,6 +79,26 @@ RARE: tuple[list[trace.AnyCall], ...] = (
     [*_MIXED, trace.Poll()],
 )
 """Programs whose last call fires what is hardly ever drawn."""
+_LEFT: list[trace.AnyCall] = [
+    trace.Create(seq=1, max_tokens=8),
+    trace.Resume(seq=1),
+    trace.Step(step=2, seqs=[1], tokens=[5]),
+    trace.Settle(step=2),
+    trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
+    trace.Close(seq=1),
+]
+RETAINING: tuple[list[trace.AnyCall], ...] = (
+    _LEFT,
+    [*_LEFT, trace.Poll()],
+    [*_LEFT, trace.Poll(), trace.Trim()],
+    [
+        *_LEFT,
+        trace.Poll(),
+        trace.Create(seq=3, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
+        trace.Resume(seq=3),
+    ],
+)
+"""The same where parked ranges retain what was committed."""
 
 ROWS: dict[str, tuple[str, Row]] = {
     row_key(table.name, row): (table.name, row) for table in TABLES.values() for row in table.rows
@@ -104,6 +124,8 @@ class Found:
     led."""
     states: dict[str, Program] = field(factory=dict)
     """The shortest program that leaves a sequence in the state."""
+    retaining: set[str] = field(factory=set)
+    """The rows that fire only where parked ranges retain something."""
 
 
 @cache
@@ -126,10 +148,11 @@ def search() -> Found:
 
 def _by_drawing(found: Found) -> None:
     """Rows that take two sequences: drawn programs that fire them, shrunk while they do."""
-    for program in RARE:
+    for program in (*RARE, *RETAINING):
         for key in set(ROWS).difference(found.rows):
-            if _fires(key, program):
+            if _fires(key, program, retain=program in RETAINING):
                 found.rows[key] = tuple(program)
+                found.retaining |= {key} if program in RETAINING else set()
     for seed in range(EPISODES):
         missing = set(ROWS).difference(found.rows)
         if not missing:
@@ -153,9 +176,9 @@ def _drawn(random: Random, missing: set[str]) -> Iterator[tuple[str, list[trace.
     player.abandon()
 
 
-def _fires(key: str, program: Iterable[trace.AnyCall]) -> bool:
+def _fires(key: str, program: Iterable[trace.AnyCall], *, retain: bool = False) -> bool:
     """Whether the last call of the program fires the row."""
-    player, before = play(()), 0
+    player, before = play((), retain=retain), 0
     for call in program:
         before = player.coverage.rows.get(key, 0)
         player.apply(call)
@@ -189,9 +212,9 @@ def _note(found: Found, node: Node, child: Node, player: Player) -> None:
         found.states.setdefault(seq.state_name, child.program)
 
 
-def play(program: Program, device: NullDevice | None = None) -> Player:
+def play(program: Program, *, retain: bool = False) -> Player:
     """A player that has played the program, still open."""
-    player = Player(HEADER, device or NullDevice(), checked=device is not None)
+    player = Player(header(retain=retain), NullDevice(), checked=False)
     for call in program:
         player.apply(call)
     return player

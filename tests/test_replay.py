@@ -223,7 +223,7 @@ def test_hits_are_the_whole_blocks_of_what_is_shared() -> None:
              if one.content[0] in known]  # fmt: skip
     wanted = sum(min(tokens, 59) // 32 * 32 for _, tokens in again)
     report = replay(requests, gpu=200, host=400, batch=1)
-    assert report.hits == {"alias": 0, "live": 0, "span": 0, "host": wanted}
+    assert report.hits == {"alias": 0, "live": 0, "parked": 0, "span": 0, "host": wanted}
     tokens = sum(min(tokens, 59) for _, tokens in again)
     assert report.hit_rate == round(tokens / (40 * 60), 4) > 0.3
     assert (report.mismatches, report.violations) == (0, [])
@@ -250,7 +250,7 @@ def test_hits_say_how_they_came() -> None:
         Request(390, 5, ((1, 384),)), Request(390, 60, ((1, 384),)), Request(390, 5, ((1, 200),)),
     ]  # fmt: skip
     report = replay(requests, gpu=40, host=40, batch=2, pace=Pace(most_admitted=1))
-    assert report.hits == {"alias": 384 + 128, "live": 0, "span": 64, "host": 0}
+    assert report.hits == {"alias": 384 + 128, "live": 0, "parked": 0, "span": 64, "host": 0}
     assert report.alias_maps == 4
     assert (report.promotions, report.spans_spilled) == (0, 0)
     assert report.hit_rate == round((576 + 8) / (3 * 390), 4)
@@ -260,10 +260,10 @@ def test_hits_say_how_they_came() -> None:
 def test_one_that_comes_back_from_the_host_is_found_on_the_gpu_again() -> None:
     requests = [Request(100, 5, ((1, 96),))] * 3
     one = replay(requests, gpu=40, host=40, batch=1)
-    assert one.hits == {"alias": 0, "live": 0, "span": 0, "host": 2 * 96}
+    assert one.hits == {"alias": 0, "live": 0, "parked": 0, "span": 0, "host": 2 * 96}
     assert one.promotions == 2 * 3
     few = replay(requests, gpu=40, host=40, batch=3, pace=Pace(most_admitted=1))
-    assert few.hits == {"alias": 0, "live": 2 * 96, "span": 0, "host": 0}
+    assert few.hits == {"alias": 0, "live": 2 * 96, "parked": 0, "span": 0, "host": 0}
     assert few.promotions == 0
 
 

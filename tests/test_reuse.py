@@ -37,6 +37,7 @@ def go_on(kv: Manager, seq: Sequence, tokens: list[int]) -> None:
         device.set_rows(row)
         rows = [(seq.base + at * row, at, 1, tokens[at], -1) for at in range(start, len(tokens))]
         device.write(None, np.array(rows, SEGMENT))
+        device.synchronize(None)
     kv.settle(step)
     if seq.committing:
         seq.commit(tokens[start:])

@@ -158,7 +158,7 @@ def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     """The row fires in the last call, and everything else holds after every call."""
     program = search().rows.get(key)
     assert program is not None, f"no program of public calls fires {key}"
-    player = open_player(device, streams)
+    player = open_player(device, streams, retain=key in search().retaining)
     for call in program[:-1]:
         player.apply(call)
     before = player.coverage.rows.get(key, 0)
@@ -238,9 +238,9 @@ def test_closed_sequence_refuses_everything(event: str) -> None:
     player.finish()
 
 
-def open_player(name: str, streams: str) -> Player:
+def open_player(name: str, streams: str, *, retain: bool = False) -> Player:
     device = open_device(name, streams=streams, seed=1)
-    return Player(header(device.granularity_bytes), device)
+    return Player(header(device.granularity_bytes, retain=retain), device)
 
 
 def played(program: Program, device: str = "host") -> Player:

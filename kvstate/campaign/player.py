@@ -493,9 +493,12 @@ class Player:
         anybody wrote."""
         frame, host = self.kv.geometry.frame_bytes, self.kv.host
         places = [
-            FillRun(range_.base + range_.used * frame, range_.tail * frame)
+            FillRun(
+                range_.base + (range_.used + range_.kept_frames) * frame,
+                (range_.tail - range_.kept_frames) * frame,
+            )
             for range_ in self.kv.arena.ranges.values()
-            if range_.tail
+            if range_.tail > range_.kept_frames
         ]
         places += [
             FillRun(host.address + slot * host.block_bytes, host.block_bytes)

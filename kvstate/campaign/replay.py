@@ -30,7 +30,7 @@ Length = Annotated[int, msgspec.Meta(ge=0)]
 MOONCAKE_BLOCK_TOKENS: Final = 512
 SPREAD: Final = 0.5
 """How far a drawn length may be from the mean, as a part of it."""
-SOURCES: Final = ("alias", "live", "span", "host")
+SOURCES: Final = ("alias", "live", "parked", "span", "host")
 """How what others have computed comes to a newcomer."""
 
 
@@ -70,7 +70,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     """Of the tokens of all prompts, those that came from others."""
     hits: dict[str, int]
     """The same in tokens, by how they came: by `alias`, without a copy; or by one from whoever has
-    them (`live`), from a `span` that outlived its owner, or from the `host`."""
+    them (`live`), from memory that waits to be used again (`parked`), from a `span` that outlived
+    its owner, or from the `host`."""
     alias_maps: int
     """Frames of spans that newcomers have mapped."""
     promotions: int
@@ -155,12 +156,13 @@ def drawn(random: Random, mean_tokens: int) -> int:
 
 def serving_config(
     shape: LayerSpec, gpu: GpuTier, host: HostTier | None, *, block: int, batch: int,
-    reuse: bool = True, alias: bool = True,
+    reuse: bool = True, alias: bool = True, retain: bool = False,
 ) -> Config:  # fmt: skip
     """A configuration whose longest sequence fills the budget."""
     draft = Config(
         layers=[shape], gpu=gpu, host=host, tokens_per_block=block, max_tokens=1,
         write_through="on_free" if reuse else "off", spans="shared" if alias else "off",
+        retain=reuse and retain,
     )  # fmt: skip
     sizes = Geometry(draft)
     longest = sizes.tokens(sizes.budget_frames)
@@ -228,7 +230,8 @@ def replay_table(report: ReplayReport) -> Table:
         (
             "hit rate",
             f"{report.hit_rate:.1%}, {hits['alias']:,} tokens by alias, {hits['live']:,} copied "
-            f"from whoever runs, {hits['span']:,} from spans, {hits['host']:,} from the host",
+            f"from whoever runs, {hits['parked']:,} from parked ranges, {hits['span']:,} from "
+            f"spans, {hits['host']:,} from the host",
         ),
         (
             "frames by alias; spans spilled; promotions",

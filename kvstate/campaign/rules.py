@@ -67,13 +67,15 @@ def draw_config(random: Random, frame_bytes: int = 4096) -> Config:
     if random.random() < 0.3:
         extent = (sizes.extent(longest) + sizes.guard_frames) * sizes.frame_bytes
         gpu = evolve(gpu, arena_bytes=extent * random.randint(1, rows))
+    write_through = random.choice(("on_free", "on_free", "on_commit", "on_commit", "off"))
     return evolve(
         config,
         gpu=gpu,
         host=HostTier(slots * sizes.block_bytes) if slots else None,
         max_tokens=longest,
         max_utilization_for_resume=random.choice((0.5, 0.8, 0.95, 1.0)),
-        write_through=random.choice(("on_free", "on_free", "on_commit", "on_commit", "off")),
+        write_through=write_through,
+        retain=write_through != "off" and random.random() < 0.5,
         partial_blocks=random.random() < 0.5,
         spans=random.choice(("shared", "all", "all", "off")),
         adopt=random.random() < 0.75,

@@ -160,8 +160,8 @@ SPANS: Final = (
         fault=Fault(
             "a span that goes takes what others have too",
             "kvstate/reuse.py",
-            "        inherited, lost = self._inherited(span.nodes)\n",
-            "        inherited, lost = list[tuple[Node, Sequence]](), span.nodes\n",
+            "        inherited, lost = self._inherited(nodes)\n        self._fire",
+            "        inherited, lost = list[tuple[Node, Sequence]](), nodes\n        self._fire",
             "B13",
         ),
         config=config(slots=4),

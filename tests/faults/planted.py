@@ -246,8 +246,8 @@ FAULTS = (
     Fault(
         "the range of the owner is not held while a hit is copied from it",
         "kvstate/admission.py",
-        "transfer.sources = [source for source in sources if source is not None]",
-        "transfer.sources = []",
+        "        transfer.sources = self._sources(match, copied)\n",
+        "        transfer.sources = []\n",
         "B20",
     ),
     Fault(
@@ -329,9 +329,42 @@ FAULTS = (
     Fault(
         "a spilled span stays in the index",
         "kvstate/reclaim.py",
-        "        self.reuse.spilled(span)\n",
+        "        self.reuse.given_up(span)\n",
         "",
         "B64",
+    ),
+    Fault(
+        "what a parked range retained stays in the index when it is given up",
+        "kvstate/reclaim.py",
+        "        self.reuse.given_up(range_)\n",
+        "",
+        "B64",
+    ),
+    Fault(
+        "a copy reads parked memory that anybody may adopt",
+        "kvstate/flight.py",
+        "        if range_.state == PARKED.code and range_.kept_frames:\n",
+        "        if not range_:\n",
+        "S15",
+    ),
+    Fault(
+        "landing overwrites what a range retains",
+        "kvstate/flight.py",
+        '            "frames": ((frames, kept, len(frames.ids)),),\n',
+        '            "frames": ((frames, 0, len(frames.ids)),),\n',
+    ),
+    Fault(
+        "the bytes that a parked range retained are not overwritten",
+        "spec/coupling.py",
+        '    Link("range.empty", "frame.wipe", "wiped", "their bytes are nobody\'s"),\n',
+        "",
+    ),
+    Fault(
+        "a parked range retains what hangs behind a prefix that is gone",
+        "kvstate/lines.py",
+        "        self._release(below)\n",
+        "",
+        "B32",
     ),
     Fault(
         "the bytes of a spilled span are not overwritten",
