@@ -274,6 +274,11 @@ class Admission(Stepping):
             self._match(seq, start.match)
         else:
             self.reuse.doubles.add(seq)
+        self._occupy(seq, range_, stream)
+        self.counters["starts" if fresh else "resumes"] += 1
+
+    def _occupy(self, seq: Sequence, range_: Range, stream: Stream) -> None:
+        """The range is the sequence's."""
         if range_.number in self.arena.ranges:
             self.arena.unpark(range_)
             self.counters["adoptions"] += 1
@@ -282,7 +287,6 @@ class Admission(Stepping):
         range_.pages.states.clear()
         range_.owner, seq.range, seq.stream = seq, range_, stream
         self._set_capacity(seq)
-        self.counters["starts" if fresh else "resumes"] += 1
 
     def _load(self, seq: Sequence, start: Start, *, fresh: bool) -> Transfer:
         """The copy that brings what the sequence begins with."""
@@ -346,6 +350,7 @@ class Admission(Stepping):
         shared = 0 if sharing is None else sharing.blocks
         copied = nodes[shared:]
         tokens = seq.held_tokens or self._tokens(match)
+        self._check_gate(seq, tokens, sharing)
         range_, parked, frames = self._range_for(seq, tokens, sharing, self._sources(match, copied))
         operands = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
         plan = self._plan_frames(seq, {range_: frames})
@@ -358,19 +363,25 @@ class Admission(Stepping):
         blocks, full = self.geometry.blocks(tokens), len(nodes)
         opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
         operands |= self._growth(plan, seq, range_, frames, blocks) | runs.hosted(seq, opened)
+        operands |= self._taking(range_, parked=parked)
         if not seq.slots:
             operands |= {
                 "hits": ((seq.pages, shared, full),),
                 "primed": ((seq.pages, full, blocks),),
                 "served": plan.room,
             }
-        operands["adopted" if parked else "reserved"] = (range_,)
-        operands["parked_pages"] = ((range_.pages, 0, len(range_.pages.states)),)
         plan.operands = operands
         plan.move(_RESUME, seq, chosen)
         if parent is not None:
             plan.move(_FORK, parent)
         return Start(plan, range_, match, sharing, copied)
+
+    def _taking(self, range_: Range, *, parked: bool) -> runs.Operands:
+        """What it means to take a range over, or fresh addresses."""
+        return {
+            "adopted" if parked else "reserved": (range_,),
+            "parked_pages": ((range_.pages, 0, len(range_.pages.states)),),
+        }
 
     def _beginning(self, seq: Sequence, parent: Sequence | None) -> Match:
         if parent is not None:
@@ -392,18 +403,26 @@ class Admission(Stepping):
         free = self.gpu.free + self.gpu.parked - sharing.frames
         return None if mapped is None and free >= share * self.gpu.budget_frames else sharing
 
+    def _check_gate(self, seq: Sequence, tokens: int, sharing: Sharing | None) -> None:
+        """Raise OutOfFrames if a sequence that begins with so many tokens is not let in."""
+        needed = self._needed(tokens, sharing)
+        if not self._admits(needed, sharing):
+            raise self._short(str(seq), needed, "gate")
+        whole = self._whole(seq, sharing) if seq.reserves else needed
+        if (seq.reserves or self._promised()) and whole > self._unpromised(sharing):
+            raise self._short(str(seq), whole, "reserve")
+
+    def _needed(self, tokens: int, sharing: Sharing | None) -> int:
+        """Frames of its own that a sequence needs for its first tokens."""
+        return max(1, self.geometry.frames(tokens) - (0 if sharing is None else sharing.frames))
+
     def _range_for(
         self, seq: Sequence, tokens: int, sharing: Sharing | None, spare: list[Range]
     ) -> tuple[Range, bool, int]:
         """The range that the sequence gets, whether it is a parked one, and the frames it needs
         from its base. None of those to `spare`, from which it copies."""
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
-        needed = max(1, frames - (0 if sharing is None else sharing.frames))
-        if not self._admits(needed, sharing):
-            raise self._short(str(seq), needed, "gate")
-        whole = self._whole(seq, sharing) if seq.reserves else needed
-        if (seq.reserves or self._promised()) and whole > self._unpromised(sharing):
-            raise self._short(str(seq), whole, "reserve")
+        needed = self._needed(tokens, sharing)
         begins = None if sharing is None else (sharing.span.number, sharing.frames)
         parked = self.arena.fitting(extent, begins) if self.config.adopt else None
         if parked is None and self.config.adopt and needed > self.gpu.free:

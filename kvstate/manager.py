@@ -20,10 +20,7 @@ from collections.abc import Sequence as Sequence_
 from types import TracebackType
 from typing import Final, Self
 
-import numpy as np
-
 from kvstate import runs
-from kvstate.admission import Admission
 from kvstate.blocks import Node
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Direction, Event, Stream
@@ -31,6 +28,7 @@ from kvstate.errors import DeviceError, DeviceFault, HostExhausted
 from kvstate.events import Publisher
 from kvstate.plan import Plan, Run
 from kvstate.reuse import Leaving
+from kvstate.rewinding import Rewinding
 from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
@@ -43,13 +41,12 @@ log = logging.getLogger("kvstate")
 
 _GROW: Final = MACHINES.object("sequence.grow")
 _SHRINK: Final = MACHINES.object("sequence.shrink")
-_REWIND: Final = MACHINES.object("sequence.rewind")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
 
 
-class Manager(Admission):
+class Manager(Rewinding):
     """KV memory of one level on one device, for many sequences.
 
     Takes the device over and closes it. Belongs to the thread that made it. Use it as a context
@@ -139,34 +136,6 @@ class Manager(Admission):
         self.flight.settle(plan)
         self._set_capacity(seq)
 
-    def rewind(self, seq: Sequence, length_tokens: int) -> None:
-        """Take tokens back, exactly; the memory stays. No step of the sequence may be in flight.
-
-        Committed blocks that the rewind goes into become writable again. Those whose memory others
-        map too cannot: see `Sequence.shared_tokens`.
-        """
-        self._enter()
-        self._legal(_REWIND, seq)
-        self._check_length(seq, "rewind", seq.shared_tokens, length_tokens, seq.length_tokens)
-        block = self.config.tokens_per_block
-        full, known = length_tokens // block, seq.committed_tokens // block
-        if seq.range is not None and seq.range.holders:
-            self.flight.quiesce()
-        ends = self.spans.rewound(seq, full)
-        if ends:
-            self.ladder.unalias(seq.range)
-        plan, leaving = self.flight.plan(), self.reuse.leaving(seq, full)
-        plan.operands = {"rewound": ((seq.pages, full, known),)} | leaving.operands | ends
-        plan.move(_REWIND, seq)
-        self.flight.settle(plan)
-        if ends and seq.range is not None:
-            self.spans.ended(seq.range)
-        self.reuse.left(leaving)
-        if full < len(seq.keys):
-            self.columns.open_block[seq.row] = np.frombuffer(seq.keys[full], np.int32, block)
-            del seq.keys[full:], seq.editions[full:]
-        self.columns.set_lengths(seq.row, length_tokens)
-
     # Giving memory up.
 
     def suspend(self, seq: Sequence, after: Event = None) -> None:
@@ -197,14 +166,6 @@ class Manager(Admission):
         self.reuse.hand_on(seq)
         seq.slots, seq.held_tokens = slots, seq.scheduled_tokens
         self.counters["suspends"] += 1
-
-    def _left_behind(self, seq: Sequence, passage: Passage | None) -> None:
-        """Whatever was planned is about to be settled: the span that the sequence leaves to others
-        is the registry's."""
-        if passage is not None:
-            self.spans.passed(passage)
-            self.reuse.lined_up(passage.nodes)
-            self.reuse.passed(seq, passage.span)
 
     def _plan_suspend(
         self, chosen: ObjectRow, seq: Sequence, after: Event

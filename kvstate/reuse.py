@@ -193,9 +193,8 @@ class Reuse(Lines):
     ) -> Leaving:  # fmt: skip
         """What it means that the sequence has its blocks from `low` on no more; those of a span
         that it leaves to others are not lost, nor is anything if its range `retains` it."""
-        own = [node for node in seq.nodes[low:] if node.owner is seq]
-        if passage is not None:
-            own = own[len(passage.span.nodes) + len(passage.nodes) :]
+        first = low if passage is None else max(low, passage.end)
+        own = [node for node in seq.nodes[first:] if node.owner is seq]
         inherited, lost = self._inherited(own)
         lost, retained = ([], lost) if retains else (lost, [])
         operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}

@@ -21,16 +21,16 @@ Operands = dict[str, Iterable[Any]]
 
 def growth(
     plan: Plan, pool: Frames, geometry: Geometry, seq: Sequence, range_: Range, frames: int,
-    opened: int, ahead_frames: int,
+    opened: int, ahead_frames: int, pages: Cells | None = None,
 ) -> Operands:  # fmt: skip
     """What makes `frames` of the range charged: first what is mapped already, then pooled frames.
 
-    `opened` pages are in use already. A margin of `ahead_frames` is mapped as far as the pool has
-    frames that nobody in the plan needs.
+    `opened` pages are in use already: of the sequence, or of `pages` that it is about to have. A
+    margin of `ahead_frames` is mapped as far as the pool has frames that nobody in the plan needs.
     """
     own, found = range_.frames, Operands()
     mapped, charged = len(own.ids), range_.charged
-    pages = geometry.blocks(min(seq.max_tokens, geometry.tokens(frames)))
+    end_block = geometry.blocks(min(seq.max_tokens, geometry.tokens(frames)))
     frames -= range_.shared
     if charged < frames and charged < mapped:
         found["in_place"] = ((own, charged, min(frames, mapped)),)
@@ -47,8 +47,8 @@ def growth(
             plan.taken += ahead
             plan.spare -= ahead
             found["ahead"] = ((pool, end - ahead, end, own),)
-    if opened < pages:
-        found["opened"] = ((seq.pages, opened, pages),)
+    if opened < end_block:
+        found["opened"] = ((seq.pages if pages is None else pages, opened, end_block),)
     return found
 
 

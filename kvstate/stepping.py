@@ -18,7 +18,7 @@ from kvstate.arena import Range
 from kvstate.core import Core
 from kvstate.errors import IllegalTransition
 from kvstate.keys import extra_bytes
-from kvstate.plan import Plan
+from kvstate.plan import Cells, Plan
 from kvstate.sequence import Batch, Column, Sequence, Step
 from kvstate.spec.compiled import MACHINES, ObjectRow
 from kvstate.spec.sequence import CLOSED, CLOSING
@@ -272,7 +272,11 @@ class Stepping(Core):
         return plan
 
     def _growth(
-        self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int
-    ) -> runs.Operands:
+        self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int,
+        pages: Cells | None = None,
+    ) -> runs.Operands:  # fmt: skip
+        """See `runs.growth`. `pages` are the sequence's own unless it is about to get others."""
         ahead = self.config.gpu.map_ahead_frames
-        return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead)
+        return runs.growth(
+            plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead, pages
+        )

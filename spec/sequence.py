@@ -49,6 +49,8 @@ SEQUENCE: Final = Table(
         Row("shrink", ACTIVE, ACTIVE, "capacity that holds no tokens is given back"),
         Row("rewind", ACTIVE, ACTIVE, "tokens are taken back; the blocks become writable",
             guard=(steps == 0) & ~loading),
+        Row("move", ACTIVE, ACTIVE, "a rewind goes into memory that others map too",
+            guard=(steps == 0) & ~loading),
         Row("step", ACTIVE, ACTIVE, "the next tokens of a batch get room and positions"),
         Row("settle", ACTIVE, ACTIVE, "a step is done: its accepted tokens are really there",
             guard=~loading),

@@ -200,8 +200,8 @@ PUBLIC: dict[str, Callable[[Player, Any], object]] = {
     "close": lambda player, seq: player.kv.close_sequence(seq),
 }
 """How a caller makes each event of the sequence table happen."""
-INSIDE = {"shrink", "settle", "leave", "lose", "unload", "miss", "remap"}
-"""Events that come with a resize, with a step, from the device, or when memory is short."""
+INSIDE = {"shrink", "settle", "leave", "lose", "unload", "miss", "move", "remap"}
+"""Events that come with a resize, a rewind, a step, from the device, or when memory is short."""
 
 
 def test_every_event_of_a_sequence_is_public_or_known_not_to_be() -> None:

@@ -74,7 +74,7 @@ def _fits(played: Played, call: trace.AnyCall) -> bool:
     if isinstance(call, trace.Fork):
         return max(1, story.settled) <= call.max_tokens <= seq.kv.config.max_tokens
     if isinstance(call, trace.Rewind):
-        return seq.shared_tokens <= call.tokens <= story.settled
+        return 0 <= call.tokens <= story.settled
     if isinstance(call, trace.Commit):
         return len(call.tokens) <= story.settled - story.known
     return True

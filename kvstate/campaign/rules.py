@@ -350,7 +350,7 @@ def _resize(played: Played, random: Random, name: int) -> trace.AnyCall:
 
 
 def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
-    low = played.seq.shared_tokens
+    low = random.choice((0, played.seq.shared_tokens))
     return trace.Rewind(seq=name, tokens=_within(random, low, played.story.settled))
 
 

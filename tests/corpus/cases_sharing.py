@@ -186,9 +186,9 @@ SHARING: Final = (
         law="law 5 (index coherence)",
         fault=Fault(
             "a rewind leaves the index as it is",
-            "kvstate/manager.py",
-            "        self.reuse.left(leaving)\n        if full <",
-            "        if full <",
+            "kvstate/rewinding.py",
+            "        self.reuse.left(leaving)\n        self._shorten(",
+            "        self._shorten(",
             "B61",
         ),
         config=config(),
@@ -210,7 +210,7 @@ SHARING: Final = (
         law=EXACT,
         fault=Fault(
             "a rewind into a block forgets the tokens before it there",
-            "kvstate/manager.py",
+            "kvstate/rewinding.py",
             "self.columns.open_block[seq.row] = np.frombuffer(",
             "_ = np.frombuffer(",
             "B110",

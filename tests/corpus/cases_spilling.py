@@ -190,8 +190,8 @@ SPILLING: Final = (
         fault=Fault(
             "what is mapped once more is charged once more",
             "kvstate/admission.py",
-            "        needed = max(1, frames - (0 if sharing is None else sharing.frames))\n",
-            "        needed = max(1, frames)\n",
+            "self.geometry.frames(tokens) - (0 if sharing is None else sharing.frames))\n",
+            "self.geometry.frames(tokens))\n",
             "S12",
         ),
         config=config(frames=4, slots=0),

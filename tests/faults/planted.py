@@ -466,7 +466,7 @@ SEEN_BY_CASES = (
     ),
     Fault(
         "a rewind does not wait for who copies its pages",
-        "kvstate/manager.py",
+        "kvstate/rewinding.py",
         "        if seq.range is not None and seq.range.holders:\n",
         "        if not seq:\n",
         "B22",
