@@ -43,12 +43,12 @@ class Stats:
     out.
 
     Of sequences: starts (without bytes of their own), resumes (with those of a suspend), forks,
-    moves, adoptions, suspends, drops, closes. Of what they begin with: aliased_frames, and blocks by
-    where they were: hit_blocks.alias (mapped), hit_blocks.live, hit_blocks.parked,
+    moves, adoptions, suspends, drops, closes. Of what they begin with: aliased_frames, and
+    blocks by where they were: hit_blocks.alias (mapped), hit_blocks.live, hit_blocks.parked,
     hit_blocks.span and hit_blocks.host (copied), hit_blocks.partial (copied in part). Of what
-    outlives them: kept_blocks, evicted_blocks and promotions, in blocks; remaps and spilled_frames,
-    in frames; spilled_spans. Of the device: host_bytes_moved, quiesces, failed_copies,
-    late_completions."""
+    outlives them: kept_blocks, evicted_blocks and promotions, in blocks; remaps and
+    spilled_frames, in frames; spilled_spans. Of the device: host_bytes_moved, quiesces,
+    failed_copies, late_completions."""
     device_calls: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:

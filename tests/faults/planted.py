@@ -348,6 +348,13 @@ FAULTS = (
         "S15",
     ),
     Fault(
+        "a sequence that moves does not hold what its copy reads",
+        "kvstate/rewinding.py",
+        "transfer.sources = plan.pieces, [old]",
+        "transfer.sources = plan.pieces, []",
+        "B20",
+    ),
+    Fault(
         "landing overwrites what a range retains",
         "kvstate/flight.py",
         '            "frames": ((frames, kept, len(frames.ids)),),\n',
