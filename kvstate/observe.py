@@ -70,6 +70,7 @@ class LawKeeper:
         if kv.actor.fault is not None:
             return
         self.seen = check_laws(kv, self.asked)
+        _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
             touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
             _check("change", self.asked, before, self.seen, touched)

@@ -96,6 +96,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             span=node.owner.number if isinstance(node.owner, Span) else None,
             range=node.owner.number if isinstance(node.owner, Range) else None,
             slot=node.slot,
+            landed=node.landed,
             holders=frozenset(node.holders),
             line=tuple(kv.reuse.lines.get(node, ())),
         )
@@ -167,12 +168,11 @@ def _step(step: Step, columns: Columns) -> StepFact:
     rows = step.rows.tolist()
     live = (step.life == columns.life)[step.rows].tolist()
     starts, counts = step.start_tokens.tolist(), step.count_tokens.tolist()
-    writes = tuple(
-        (row, start, start + count)
-        for row, start, count, lives in zip(rows, starts, counts, live, strict=True)
-        if lives
+    issued = tuple(
+        (row, start, start + count) for row, start, count in zip(rows, starts, counts, strict=True)
     )
-    return StepFact(step.number, step.state == STEP_LANDED.code, tuple(rows), writes)
+    writes = tuple(write for write, lives in zip(issued, live, strict=True) if lives)
+    return StepFact(step.number, step.state == STEP_LANDED.code, tuple(rows), writes, issued)
 
 
 def _slots(runs: Iterable[Run]) -> tuple[int, ...]:

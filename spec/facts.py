@@ -116,6 +116,8 @@ class BlockFact:
     range: int | None
     """The parked range that retains it, if neither has."""
     slot: int | None
+    landed: bool
+    """Its bytes are said to be in that slot, if it has one."""
     holders: frozenset[tuple[str, int]]
     line: tuple[int, ...]
     """Sequences with pages of their own of the same tokens, the first in line first."""
@@ -131,6 +133,8 @@ class StepFact:
     """The rows of its sequences."""
     writes: tuple[tuple[int, int, int], ...]
     """(row, first token, end) of each sequence that still lives the life of the step."""
+    issued: tuple[tuple[int, int, int], ...]
+    """The same of every sequence, as its kernels were told."""
 
 
 @frozen

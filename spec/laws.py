@@ -4,8 +4,9 @@ A row cannot be checked by the row. A law looks at the whole and knows no transi
 the manager's books with one another and with the device's own ledger. Numbers are those of the
 design; a number that is missing here belongs to a feature that is not here yet.
 
-An *always* law holds after every call. A *change* law compares before and after a call. A
-*refusal* law says when a capacity error is right. An *end* law holds after the last close.
+An *always* law holds after every call. A *call* law compares before and after a call, a *change*
+law before and after one that failed. A *refusal* law says when a capacity error is right. An *end*
+law holds after the last close.
 """
 
 from __future__ import annotations
@@ -79,7 +80,7 @@ def _law(number: int, name: str, kind: str, why: str) -> Callable[[Any], Any]:
 
 @cache
 def laws(kind: str) -> tuple[Law, ...]:
-    """The laws of one kind: `always`, `change`, `refusal` or `end`."""
+    """The laws of one kind: `always`, `call`, `change`, `refusal` or `end`."""
     return tuple(law for law in LAWS if law.kind == kind)
 
 
@@ -203,6 +204,32 @@ def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[st
     for slot in range(max(first, 0), min(last + 1, len(view.host_states))):
         if view.host_states[slot] == host.FREE.code:
             yield f"{name} touches host slot {slot}, which is free"
+
+
+_FILLED: Final = frozenset((host.STALE.code, host.STALE_HELD.code, host.MIRROR.code))
+
+
+@_law(4, "publish after write", "always", "what can be found is written")
+def publish_after_write(view: View) -> Iterator[str]:
+    """A block's owner has settled all its tokens and no step in flight writes them; what is said to
+    be on the host has arrived there."""
+    sequences = {seq.uid: seq for seq in view.sequences}
+    writes = {seq.uid: list[tuple[int, int]]() for seq in view.sequences}
+    uids = {seq.row: seq.uid for seq in view.sequences}
+    for step in view.steps:
+        for row, start, end in () if step.landed else step.writes:
+            if row in uids:
+                writes[uids[row]].append((start, end))
+    for block in view.blocks:
+        start, end = (at * view.tokens_per_block for at in (block.ordinal, block.ordinal + 1))
+        seq = sequences.get(block.owner or 0)
+        if seq is not None and end > seq.settled:
+            yield f"block {block.ordinal} is of sequence {seq.uid}, which has {seq.settled} tokens"
+        for first, last in writes.get(block.owner or 0, ()):
+            if max(first, start) < min(last, end):
+                yield f"block {block.ordinal} is found while a step writes from {first} to {last}"
+        if block.slot is not None and block.landed != (view.host_states[block.slot] in _FILLED):
+            yield f"block {block.ordinal} has {_slot(view, block.slot)}, landed: {block.landed}"
 
 
 @_law(5, "index coherence", "always", "what the index names still has those bytes")
@@ -463,6 +490,15 @@ def _conflict(one: Work, other: Work) -> bool:
 
 def _overlap(ours: tuple[tuple[int, int], ...], theirs: tuple[tuple[int, int], ...]) -> bool:
     return any(a < b + m and b < a + n for a, n in ours for b, m in theirs)
+
+
+@_law(18, "fresh tables", "call", "what a step reads is as of its issue")
+def fresh_tables(before: View, after: View) -> Iterator[str]:
+    """No call changes where a step in flight begins, or how many tokens it has."""
+    told = {step.number: step.issued for step in before.steps}
+    for step in after.steps:
+        if told.get(step.number, step.issued) != step.issued:
+            yield f"step {step.number} was issued as {told[step.number]}, and is {step.issued} now"
 
 
 @_law(19, "contiguity", "always", "a range is mapped without holes, and slots count up")

@@ -693,6 +693,20 @@ def test_a_forgotten_manager_warns() -> None:
     gc.collect()
 
 
+def test_no_call_changes_what_a_step_in_flight_was_told(open_manager: Open) -> None:
+    """Law 18: a column that steps remember is replaced and never written into."""
+    kv = open_manager()
+    seq = kv.create(max_tokens=8)
+    seq.resume()
+    step = kv.step(kv.batch([seq]), 3)
+    seq.resize(8)
+    step.starts[seq.row] = 1
+    with pytest.raises(LawViolation, match=r"law 18 .*step 1 was issued as .*0, 3.*1, 4"):
+        kv.poll()
+    step.starts[seq.row] = 0
+    kv.settle(step)
+
+
 def test_debug_checks_the_laws_after_every_call(open_manager: Open) -> None:
     kv = open_manager()
     start(kv, 4)

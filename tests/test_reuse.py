@@ -10,7 +10,7 @@ from attrs import evolve
 from kvstate import Manager, Sequence
 from kvstate.device import SEGMENT
 from kvstate.gpu import HostDevice, NullDevice
-from kvstate.spec.facts import BlockFact, View
+from kvstate.spec.facts import BlockFact, StepFact, View
 from kvstate.spec.laws import LAWS
 from kvstate.spec.sequence import DROPPED
 from kvstate.view import view
@@ -269,7 +269,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
     for prompt, salt in ((PROMPT, b"b"), ([*PROMPT[:4], 0], b"a")):
         kv.create(prompt, 16, salt=salt).resume()
     seen = view(kv)
-    assert [law(number, seen) for number in (5, 6, 7, 21, 23)] == [""] * 5
+    assert [law(number, seen) for number in (4, 5, 6, 7, 21, 23)] == [""] * 6
     block = next(b for b in seen.blocks if b.owner == first.uid and b.ordinal == 1)
     stale = next(b for b in seen.blocks if b.slot is not None)
 
@@ -277,7 +277,12 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
         new = evolve(old, **changes)  # type: ignore[arg-type]
         return evolve(seen, blocks=tuple(new if b is old else b for b in seen.blocks))
 
+    short = tuple(evolve(s, settled=3) if s.uid == first.uid else s for s in seen.sequences)
+    step = StepFact(9, False, (first.row,), ((first.row, 3, 5),), ((first.row, 3, 5),))
     for number, broken, says in (
+        (4, evolve(seen, sequences=short), "of sequence 2, which has 3 tokens"),
+        (4, evolve(seen, steps=(step,)), "found while a step writes from 3 to 5"),
+        (4, with_block(stale, landed=False), "has STALE_HELD, landed: False"),
         (5, with_block(block, owner=99), "a sequence that is gone"),
         (5, with_block(block, owner=None), "is committed and not in the index"),
         (21, with_block(block, slot=stale.slot), "on the GPU: True, on the host: STALE"),
