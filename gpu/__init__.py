@@ -13,14 +13,17 @@ from kvstate.gpu.null import NullDevice
 KINDS: Final = ("auto", "cuda", "host", "null")
 
 
-def open_device(kind: str = "auto", *, streams: str = "eager", seed: int = 0) -> ByteDevice:
+def open_device(
+    kind: str = "auto", *, streams: str = "eager", seed: int = 0, limit_s: float = 60.0
+) -> ByteDevice:
     """Open a device by name.
 
     `cuda` is the first CUDA device, `cuda:1` the second; `host` is real memory without a GPU,
     `null` keeps books and moves no bytes; `auto` is CUDA where it works, else the host. `streams`
     says when work runs: `eager` (at once; on CUDA, as the device does), or `adversarial` (as late
     and in as odd an order as `seed` and the order of streams and events allow; on CUDA, delayed by
-    kernels that only take time).
+    kernels that only take time). On CUDA, what has not ended after waiting `limit_s` seconds is
+    taken for never to end; a simulated device knows at once.
     """
     name, ordinal = named(kind)
     if name == "auto":
@@ -28,7 +31,7 @@ def open_device(kind: str = "auto", *, streams: str = "eager", seed: int = 0) ->
     if name == "cuda":
         from kvstate.gpu.cuda import CudaDevice
 
-        return CudaDevice(ordinal, streams=streams, seed=seed)
+        return CudaDevice(ordinal, streams=streams, seed=seed, limit_s=limit_s)
     return (HostDevice if name == "host" else NullDevice)(streams=streams, seed=seed)
 
 

@@ -2,20 +2,35 @@
 
 The ledger is written by the device calls themselves and by nothing else, so that a law can compare
 what the manager believes with what was really asked for.
+
+A call is made of steps: a map call maps each frame and then allows access to each run. Each of them
+is a *point* at which the call can be told to fail, so that a test can try the k-th point of a
+scenario for every k. A call whose later steps fail takes the earlier ones back, and taking back is
+made of points too.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Final
 
-from kvstate.device import CALLS, MapRun, UnmapRun
-from kvstate.errors import ConfigError, DeviceError
+from kvstate.device import CALLS, CopyRun, MapRun, Stream, UnmapRun
+from kvstate.errors import ConfigError, DeviceError, DeviceFault
 from kvstate.spec.facts import Ledger, Work
 
-FAILURES: Final = (*CALLS, "complete")
-"""What `fail_next` may name: a kind of call, or the end of a copy."""
+STEPS: Final = (
+    "frame", "freeing", "mapping", "access", "unmapping", "register", "unregister", "filling",
+    "wait", "issue", "event",
+)  # fmt: skip
+"""The steps that calls are made of. A frame is created or freed, mapped, made accessible, unmapped;
+host memory is registered; memory is filled; a stream waits, gets a run of a copy or an event."""
+FAILURES: Final = (*CALLS, *STEPS, "complete", "hang", "any")
+"""What `fail_next` may name: a kind of call or step, the end of a copy, the end that never comes,
+or a point of any kind but that."""
+
+Undo = list[Callable[[], object]]
 
 _NOTHING, _READABLE, _WRITABLE = b"\0", b"\1", b"\2"
 
@@ -28,6 +43,10 @@ class Books:
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()
+        self.points = 0
+        """At how many places calls could have failed so far."""
+        self.hung: set[int] = set()
+        """Copies that were told never to end."""
         self._failing: dict[str, list[int]] = {}
         self.frame_bytes = 0
         self.frames: set[int] = set()
@@ -40,6 +59,8 @@ class Books:
         self.copies: set[int] = set()
         self.faults: list[str] = []
         self.closed = False
+        self.kept = False
+        """It was closed while something had not ended, and has kept all its memory."""
 
     @property
     def lost(self) -> str | None:
@@ -49,9 +70,10 @@ class Books:
     # Failures to come.
 
     def fail_next(self, kind: str, nth: int = 1) -> None:
-        """Make the `nth` next call of that kind fail, once.
+        """Make the `nth` next call or step of that kind fail, once.
 
-        `complete` is the end of the `nth` next copy that is issued.
+        `complete` is the end of the `nth` next copy that is issued, and with `hang` that end never
+        comes. `any` is the `nth` point of whatever kind.
         """
         if kind not in FAILURES or nth < 1:
             raise ConfigError(f"call {nth} of {kind!r} cannot fail; kinds: {', '.join(FAILURES)}")
@@ -62,7 +84,12 @@ class Books:
         self._failing.clear()
 
     def fails(self, kind: str) -> bool:
-        """Count one call of that kind; whether it was told to fail."""
+        """Pass one point of that kind; whether it was told to fail."""
+        self.points += 1
+        return bool(self._failing) and bool(self._due(kind) | self._due("any"))
+
+    def _due(self, kind: str) -> bool:
+        """Count one of that kind; whether it was told to fail."""
         waiting = self._failing.get(kind)
         if not waiting:
             return False
@@ -74,8 +101,49 @@ class Books:
     def enter(self, kind: str) -> None:
         """The beginning of every call: count it, or fail it if that was asked for."""
         self.calls[kind] += 1
-        if self._failing and self.fails(kind):
+        self.step(kind)
+
+    def step(self, kind: str) -> None:
+        """The beginning of every step of a call: fail it if that was asked for."""
+        if self.fails(kind):
             raise DeviceError(kind, "it was told to fail")
+
+    @contextmanager
+    def whole(self) -> Iterator[Undo]:
+        """All steps of a call or none: each adds how it is taken back.
+
+        Raises DeviceFault if one cannot be taken back: nobody knows then what is held.
+        """
+        undo: Undo = []
+        try:
+            yield undo
+        except DeviceError as error:
+            try:
+                while undo:
+                    undo.pop()()
+            except DeviceError as again:
+                raise DeviceFault(f"{error}, and could not be undone: {again}") from again
+            raise
+
+    @contextmanager
+    def final(self) -> Iterator[None]:
+        """The steps of a call that cannot be taken back: if one fails, that is a DeviceFault."""
+        try:
+            yield
+        except DeviceError as error:
+            raise DeviceFault(f"{error}, and could not be undone") from error
+
+    def ends_well(self, runs: Sequence[CopyRun], followers: Sequence[Stream]) -> bool:
+        """Pass the points of a copy that is issued; whether it shall succeed.
+
+        Where work runs at the time of its issue, a copy that is issued in part is one that fails.
+        """
+        kinds = ("issue",) * len(runs) + ("event",) + ("wait",) * len(followers) + ("complete",)
+        return not any(map(self.fails, kinds))
+
+    def hangs(self) -> bool:
+        """Whether the copy that is issued shall never end."""
+        return bool(self._failing) and self._due("hang")
 
     # Checks: each raises DeviceError before anything is done.
 
@@ -217,11 +285,15 @@ class Books:
         for address, count in runs:
             self._allow(address, count, _NOTHING)
 
+    def mapped_at(self, place: int) -> MapRun:
+        """What is mapped at an address, so that it can be mapped again."""
+        return MapRun(place, [self.mappings[place]], place in self.read_only)
+
     def forget(self) -> None:
         """Strike everything out: the device is closed."""
         for held in (self.reservations, self.mappings, self.host_memory, self._allowed):
             held.clear()
-        for names in (self.frames, self.copies, self.read_only):
+        for names in (self.frames, self.copies, self.read_only, self.hung):
             names.clear()
         self.closed = True
 

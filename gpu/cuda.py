@@ -14,10 +14,13 @@ there is no module state.
 from __future__ import annotations
 
 import ctypes
+import logging
 import warnings
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from random import Random
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -35,14 +38,19 @@ from kvstate.device import (
     UnmapRun,
 )
 from kvstate.errors import ConfigError, DeviceError, DeviceFault
-from kvstate.gpu.books import Books
+from kvstate.gpu.books import Books, Undo
 from kvstate.gpu.checks import Checker, CudaCheck
 from kvstate.gpu.driver import Driver
 from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
+from kvstate.gpu.stopper import Stopper
 from kvstate.gpu.streams import MODES
 from kvstate.spec.facts import Ledger
 
+log = logging.getLogger("kvstate")
+
+_NAP_S = 20e-6
+"""Between two looks at what is waited for."""
 NON_BLOCKING = 1
 NO_TIMING = 2
 BATCH_FROM = 8
@@ -80,8 +88,10 @@ class Pending:
     """A copy whose end was not reported."""
 
     token: int
-    done: CudaEvent
-    ok: bool
+    done: CudaEvent | None = None
+    ok: bool = False
+    over: bool = False
+    """It has ended, whatever its event says."""
 
 
 class CudaDevice(Books):
@@ -89,9 +99,12 @@ class CudaDevice(Books):
 
     name = "cuda"
 
-    def __init__(self, ordinal: int = 0, *, streams: str = "eager", seed: int = 0) -> None:
+    def __init__(
+        self, ordinal: int = 0, *, streams: str = "eager", seed: int = 0, limit_s: float = 60.0
+    ) -> None:
         """Open the device. With `streams="adversarial"` work is delayed now and then by a kernel
-        that only spins, so that what is not ordered runs in another order.
+        that only spins, so that what is not ordered runs in another order. What has not ended after
+        `limit_s` seconds of waiting is taken for never to end.
         """
         super().__init__()
         self.closed = True
@@ -117,7 +130,9 @@ class CudaDevice(Books):
         self._busy = False
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
-        self.pinned = Pinned(driver)
+        self.limit_s = limit_s
+        self.pinned = Pinned(driver, self)
+        self.stopper = Stopper(driver)
         self.kernels = Kernels(driver)
         self.checker = Checker(self)
         self.closed = False
@@ -183,12 +198,10 @@ class CudaDevice(Books):
         self._enter("create")
         self.check_create(count, frame_bytes)
         made: list[Any] = []
-        try:
+        with self.whole() as undo:
             while len(made) < count:
-                made.append(self.driver.call(self.api.cuMemCreate, frame_bytes, self._property, 0))
-        except DeviceError:
-            self._undo(self.api.cuMemRelease, [(handle,) for handle in made])
-            raise
+                made.append(self._create_one(frame_bytes))
+                undo.append(partial(self._do, "freeing", self.api.cuMemRelease, made[-1]))
         self.frame_bytes = frame_bytes
         names = list(range(self._made, self._made + count))
         self._made += count
@@ -200,28 +213,38 @@ class CudaDevice(Books):
         """Free frames."""
         self._enter("release")
         self.check_release(frames)
+        with self.whole() as undo:
+            for frame in frames:
+                self._do("freeing", self.api.cuMemRelease, self._handles[frame])
+                undo.append(partial(self._create_again, frame))
         for frame in frames:
-            self.driver.call(self.api.cuMemRelease, self._handles.pop(frame))
-            self.frames.discard(frame)
+            del self._handles[frame]
+        self.frames.difference_update(frames)
+
+    def _create_one(self, frame_bytes: int) -> Any:
+        return self._do("frame", self.api.cuMemCreate, frame_bytes, self._property, 0)
+
+    def _create_again(self, frame: int) -> None:
+        """A frame of the same number, with other bytes."""
+        self._handles[frame] = self._create_one(self.frame_bytes)
 
     def map(self, runs: Sequence[MapRun]) -> None:
         """Map every frame, then allow access a run at a time; if anything fails, unmap again."""
         self._enter("map")
         places = self.check_map(runs)
-        api, size = self.api, self.frame_bytes
-        mapped: list[int] = []
-        try:
-            for place, frame in places.items():
-                self.driver.call(api.cuMemMap, place, size, 0, self._handles[frame], 0)
-                mapped.append(place)
-            for address, frames, read_only in runs:
-                if frames:
-                    access = [self._access[read_only]]
-                    self.driver.call(api.cuMemSetAccess, address, len(frames) * size, access, 1)
-        except DeviceError:
-            self._undo(api.cuMemUnmap, [(place, size) for place in mapped])
-            raise
+        with self.whole() as undo:
+            self._map_all(runs, places, undo)
         self.note_map(runs, places)
+
+    def _map_all(self, runs: Sequence[MapRun], places: dict[int, int], undo: Undo) -> None:
+        api, size = self.api, self.frame_bytes
+        for place, frame in places.items():
+            self._do("mapping", api.cuMemMap, place, size, 0, self._handles[frame], 0)
+            undo.append(partial(self._do, "unmapping", api.cuMemUnmap, place, size))
+        for address, frames, read_only in runs:
+            if frames:
+                access = [self._access[read_only]]
+                self._do("access", api.cuMemSetAccess, address, len(frames) * size, access, 1)
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Unmap each run with one call. Notes a fault if the device was not quiet."""
@@ -231,10 +254,17 @@ class CudaDevice(Books):
             self.faults.append(
                 f"{len(places)} frames are unmapped with work issued since the quiesce"
             )
-        for address, count in runs:
-            if count:
-                self.driver.call(self.api.cuMemUnmap, address, count * self.frame_bytes)
+        with self.whole() as undo:
+            for address, count in runs:
+                size = count * self.frame_bytes
+                if count:
+                    self._do("unmapping", self.api.cuMemUnmap, address, size)
+                for place in range(address, address + size, self.frame_bytes):
+                    undo.append(partial(self._map_again, self.mapped_at(place)))
         self.note_unmap(runs, places)
+
+    def _map_again(self, run: MapRun) -> None:
+        self._map_all([run], {run.address: run.frames[0]}, [])
 
     def host_reserve(self, size_bytes: int) -> int:
         """Pinned memory."""
@@ -263,19 +293,33 @@ class CudaDevice(Books):
         waits = [self._event_handle(event) for event in after]
         followers = [self.handle_of(stream) for stream in before]
         self._enter("copy")
-        stream, call = self._copy_streams[direction], self.driver.call
+        stream = self._copy_streams[direction]
         self._busy = True
         for event in waits:
-            call(self.api.cuStreamWaitEvent, stream, event, 0)
+            self._do("wait", self.api.cuStreamWaitEvent, stream, event, 0)
         self.delay(stream)
-        ok = self._issue(stream, direction, runs)
-        done = self.mark(stream)
-        for follower in followers:
-            call(self.api.cuStreamWaitEvent, follower, done.handle, 0)
         self._issued += 1
-        self._pending[self._issued] = Pending(self._issued, done, ok)
+        if self.hangs():
+            self.hung.add(self._issued)
+            self.stopper.stop(stream)
+        one = self._pending[self._issued] = Pending(self._issued)
         self.copies.add(self._issued)
-        return self._issued
+        try:
+            one.ok = self._issue(stream, direction, runs)
+            one.done = self.mark(stream)
+            for follower in followers:
+                self._do("wait", self.api.cuStreamWaitEvent, follower, one.done.handle, 0)
+        except DeviceError as error:
+            self._issued_in_part(one, stream, error)
+        return one.token
+
+    def _issued_in_part(self, one: Pending, stream: int, error: DeviceError) -> None:
+        """What has begun cannot be taken back, and nothing else would wait for it: wait here, and
+        let it end as failed."""
+        log.warning("copy %d was issued in part and fails: %s", one.token, error)
+        one.ok = False
+        self._wait(partial(self.driver.idle, stream))
+        one.over = True
 
     def _issue(self, stream: int, direction: Direction, runs: Sequence[CopyRun]) -> bool:
         """Put the copies on the stream; false if they cannot or shall not succeed."""
@@ -286,19 +330,16 @@ class CudaDevice(Books):
             if reason is not None:
                 self.faults.append(f"{size} bytes from {source:#x} to {target:#x}: {reason}")
                 return False
-        if self._failing and self.fails("complete"):
+        self._copy_pieces(stream, direction, list(self.pinned.pieces(list(runs))))
+        if self.fails("complete"):
             self._spoil(stream, runs)
             return False
-        try:
-            self._copy_pieces(stream, direction, list(self.pinned.pieces(list(runs))))
-        except DeviceError as error:
-            raise DeviceFault(f"a copy was issued in part: {error}") from error
         return True
 
     def _copy_pieces(self, stream: int, direction: Direction, runs: list[CopyRun]) -> None:
         """The first of large copies shall run while the others are issued; small ones go
         together."""
-        api, call = self.api, self.driver.call
+        api, call = self.api, partial(self._do, "issue")
         small = sum(run.size_bytes for run in runs) < BATCH_BYTES * len(runs)
         if len(runs) < BATCH_FROM or not small or not hasattr(api, "cuMemcpyBatchAsync"):
             for target, source, size in runs:
@@ -331,14 +372,19 @@ class CudaDevice(Books):
         if self._script is not None:
             script, self._script = self._script, []
             return [self._scripted(one) for one in script if one.token in self._pending]
-        ready = self.driver.ready
-        ended = [one for one in self._pending.values() if ready(one.done.handle)]
-        return [self._end(one, one.ok) for one in ended]
+        return [self._end(one, one.ok) for one in self._over()]
+
+    def _over(self) -> list[Pending]:
+        """The copies that have ended."""
+        return [one for one in self._pending.values() if self._is_over(one)]
+
+    def _is_over(self, one: Pending) -> bool:
+        return one.over or (one.done is not None and self.driver.ready(one.done.handle))
 
     def quiesce(self) -> list[Completion]:
         """Wait for the whole context; completions in issue order."""
         self._enter("quiesce")
-        self.driver.call(self.api.cuCtxSynchronize)
+        self._wait_for_all()
         self._busy = False
         failed, self._failed = self._failed, frozenset()
         pending = list(self._pending.values())
@@ -351,7 +397,7 @@ class CudaDevice(Books):
 
     def _scripted(self, one: Completion) -> Completion:
         pending = self._pending[one.token]
-        self.driver.call(self.api.cuEventSynchronize, pending.done.handle)
+        self._wait(partial(self._is_over, pending))
         return self._end(pending, one.ok)
 
     def _end(self, pending: Pending, ok: bool) -> Completion:
@@ -369,7 +415,33 @@ class CudaDevice(Books):
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
         self.driver.select()
-        self.driver.call(self.api.cuStreamSynchronize, self.handle_of(stream))
+        self._wait(partial(self.driver.idle, self.handle_of(stream)))
+
+    def wake(self) -> None:
+        """Let copies that were told never to end, end after all."""
+        self.driver.select()
+        self.stopper.go()
+        self.hung.clear()
+
+    def _wait_for_all(self) -> None:
+        """Wait for the whole context, streams of others included. Raises DeviceFault."""
+        event = self._event()
+        self.driver.call(self.api.cuCtxRecordEvent, self.driver.context, event.handle)
+        self._wait(partial(self.driver.ready, event.handle))
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait, but not for ever: what never ends is a fault, and not a call that never returns."""
+        deadline = monotonic() + self.limit_s
+        while not ready():
+            if monotonic() > deadline:
+                raise DeviceFault(self._stuck())
+            sleep(_NAP_S)
+
+    def _stuck(self) -> str:
+        over = {one.token for one in self._over()}
+        names = ", ".join(str(token) for token in self._pending if token not in over)
+        what = f"copies {names}" if names else "kernels"
+        return f"{what} have not ended after {self.limit_s:g} s, and something waits for them"
 
     def record(self, stream: Stream) -> CudaEvent:
         """The point behind everything that was launched on the stream so far."""
@@ -380,14 +452,17 @@ class CudaDevice(Books):
 
     def mark(self, stream: int) -> CudaEvent:
         """Record an event from the pool."""
+        event = self._event()
+        self._do("event", self.api.cuEventRecord, event.handle, stream)
+        return event
+
+    def _event(self) -> CudaEvent:
         try:
             handle = self.idle_events.popleft()
         except IndexError:
             handle = self.driver.call(self.api.cuEventCreate, NO_TIMING)
             self._events.append(handle)
-        event = CudaEvent(self, handle)
-        self.driver.call(self.api.cuEventRecord, handle, stream)
-        return event
+        return CudaEvent(self, handle)
 
     def handle_of(self, stream: Stream) -> int:
         """The driver's handle of a stream: ours, a number, or another library's object."""
@@ -426,12 +501,20 @@ class CudaDevice(Books):
         self._enter("fill")
         for address, size in runs:
             self.check_access("fill", address, size, write=True)
-        for address, size in runs:
-            if self._in_host(address, size):
-                ctypes.memset(address, value, size)
-            elif size:
-                self.driver.call(self.api.cuMemsetD8Async, address, value, size, self._own)
-        self.driver.call(self.api.cuStreamSynchronize, self._own)
+        for run in runs[:1]:
+            self._fill_run(run, value)
+        with self.final():
+            for run in runs[1:]:
+                self._fill_run(run, value)
+            self._wait(partial(self.driver.idle, self._own))
+
+    def _fill_run(self, run: FillRun, value: int) -> None:
+        self.step("filling")
+        if self._in_host(*run):
+            ctypes.memset(run.address, value, run.size_bytes)
+        elif run.size_bytes:
+            call = self.driver.call
+            call(self.api.cuMemsetD8Async, run.address, value, run.size_bytes, self._own)
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """Read memory at once."""
@@ -515,8 +598,8 @@ class CudaDevice(Books):
 
     def close(self) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give
-        back."""
-        if self.closed:
+        back; if something never ends, nothing is given back, since it may still be read."""
+        if (self.closed and not self.kept) or not self._rests():
             return
         try:
             self._give_back()
@@ -526,10 +609,23 @@ class CudaDevice(Books):
         self._pending.clear()
         self.forget()
 
+    def _rests(self) -> bool:
+        """Wait for the last time; whether that could be done, or must be tried again."""
+        self.closed, self.kept = True, False
+        try:
+            self.driver.select()
+            self._wait_for_all()
+        except DeviceError as error:
+            self.kept, why = True, str(error)
+        except DeviceFault as fault:
+            self.kept, why = self.lost is None, str(fault)
+        if self.kept:
+            log.error("%r keeps all its memory: %s", self, why)
+        return not self.kept
+
     def _give_back(self) -> None:
         api, call = self.api, self.driver.call
         self.driver.select()
-        call(api.cuCtxSynchronize)
         for address in self.mappings:
             call(api.cuMemUnmap, address, self.frame_bytes)
         for handle in self._handles.values():
@@ -538,6 +634,7 @@ class CudaDevice(Books):
             call(api.cuMemAddressFree, first, size)
         for address, size in self.host_memory.items():
             self.pinned.unreserve(address, size)
+        self.stopper.free()
         self.checker.free()
         self.kernels.unload()
         for event in self._events:
@@ -555,10 +652,7 @@ class CudaDevice(Books):
         self.driver.select()
         self.enter(kind)
 
-    def _undo(self, function: Any, calls: list[tuple[Any, ...]]) -> None:
-        """Take driver steps back. If that fails, nobody knows what is held."""
-        try:
-            for arguments in reversed(calls):
-                self.driver.call(function, *arguments)
-        except DeviceError as error:
-            raise DeviceFault(f"a failed call could not be undone: {error}") from error
+    def _do(self, kind: str, function: Any, *arguments: Any) -> Any:
+        """One step of a call."""
+        self.step(kind)
+        return self.driver.call(function, *arguments)

@@ -68,13 +68,20 @@ class Driver:
 
     def ready(self, event: Any) -> bool:
         """Whether an event has passed."""
+        return self._over(self.api.cuEventQuery, event)
+
+    def idle(self, stream: Any) -> bool:
+        """Whether everything launched on a stream has run."""
+        return self._over(self.api.cuStreamQuery, stream)
+
+    def _over(self, query: Callable[..., Any], what: Any) -> bool:
         if self.lost is not None:
             raise DeviceFault(self.lost)
-        error = self.api.cuEventQuery(event)[0]
+        error = query(what)[0]
         if error == self.api.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if error:
-            self._raise("cuEventQuery", error)
+            self._raise(query.__name__, error)
         return True
 
     def attribute(self, name: str) -> int:

@@ -18,6 +18,7 @@ import mmap
 import os
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Final
 
 import numpy as np
@@ -26,6 +27,7 @@ from attrs import define, field
 from kvstate import pattern
 from kvstate.device import CopyRun, FillRun, MapRun, Segments, Stream, UnmapRun
 from kvstate.errors import DeviceError
+from kvstate.gpu.books import Undo
 from kvstate.gpu.simulated import SimulatedDevice
 
 PAGE_BYTES: Final = 4096
@@ -104,6 +106,8 @@ class HostDevice(SimulatedDevice):
         """Extend the memfd, after what was released before is used again."""
         self.enter("create")
         self.check_create(count, frame_bytes)
+        if count:
+            self.step("frame")
         reused = self._released[len(self._released) - min(count, len(self._released)) :]
         fresh = list(range(self._made, self._made + count - len(reused)))
         try:
@@ -122,6 +126,7 @@ class HostDevice(SimulatedDevice):
         self.check_release(frames)
         size = self.frame_bytes
         for frame in frames:
+            self.step("freeing")  # one that is freed and still exists has lost its bytes only
             if _libc.fallocate(self._memory, _PUNCH_HOLE, frame * size, size):
                 raise DeviceError("release", os.strerror(ctypes.get_errno()))
         self.frames.difference_update(frames)
@@ -131,35 +136,38 @@ class HostDevice(SimulatedDevice):
         """Map frames; neighbours in the memfd in one call."""
         self.enter("map")
         places = self.check_map(runs)
-        try:
-            self._map_all(runs)
-        except DeviceError:
+        with self.whole() as undo:
             for run in runs:
-                self._map_nothing(run.address, len(run.frames))
-            raise
+                self._map_run(run, undo)
         self.note_map(runs, places)
 
-    def _map_all(self, runs: Sequence[MapRun]) -> None:
-        size = self.frame_bytes
-        for address, frames, read_only in runs:
-            protection = _READ_ONLY if read_only else _READ_WRITE
-            for at, count in _neighbours(frames):
-                self._mmap(
-                    "map", address + at * size, count * size, protection,
-                    mmap.MAP_SHARED | _MAP_FIXED, self._memory, frames[at] * size,
-                )  # fmt: skip
+    def _map_run(self, run: MapRun, undo: Undo) -> None:
+        size, protection = self.frame_bytes, _READ_ONLY if run.read_only else _READ_WRITE
+        for at, count in _neighbours(run.frames):
+            self.step("mapping")
+            place = run.address + at * size
+            self._mmap(
+                "map", place, count * size, protection, mmap.MAP_SHARED | _MAP_FIXED,
+                self._memory, run.frames[at] * size,
+            )  # fmt: skip
+            undo.append(partial(self._map_nothing, place, count))
+            self.step("access")
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Put nothing where the frames were."""
         self.enter("unmap")
         places = self.check_unmap(runs)
         self.check_quiet(runs)
-        for address, count in runs:
-            self._map_nothing(address, count)
+        with self.whole() as undo:
+            for address, count in runs:
+                self._map_nothing(address, count)
+                for place in range(address, address + count * self.frame_bytes, self.frame_bytes):
+                    undo.append(partial(self._map_run, self.mapped_at(place), []))
         self.note_unmap(runs, places)
 
     def _map_nothing(self, address: int, count: int) -> None:
         if count:
+            self.step("unmapping")
             size = count * self.frame_bytes
             self._mmap("unmap", address, size, _NOTHING, _RESERVED | _MAP_FIXED, -1, 0)
 
@@ -168,6 +176,9 @@ class HostDevice(SimulatedDevice):
         self.enter("host_reserve")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         address = self._mmap("host_reserve", 0, size_bytes, _READ_WRITE, flags, -1, 0)
+        with self.whole() as undo:
+            undo.append(partial(_libc.munmap, address, size_bytes))
+            self.step("register")
         self._regions[address] = (address, size_bytes)
         self.host_memory[address] = size_bytes
         return address
@@ -176,14 +187,14 @@ class HostDevice(SimulatedDevice):
         """Give the memory back."""
         self.enter("host_unreserve")
         self.check_host(address)
+        self.step("unregister")
         _libc.munmap(*self._regions.pop(address))
         del self.host_memory[address]
 
     def close(self) -> None:
-        """Unmap and close everything."""
-        if self.closed:
+        """Unmap and close everything; nothing, while a copy that never ends may read it."""
+        if (self.closed and not self.kept) or not self.rests():
             return
-        self.streams.drain()
         for region in self._regions.values():
             _libc.munmap(*region)
         os.close(self._memory)
@@ -201,8 +212,15 @@ class HostDevice(SimulatedDevice):
         self.enter("fill")
         for address, size_bytes in runs:
             self.check_access("fill", address, size_bytes, write=True)
-        for address, size_bytes in runs:
-            self._put(address, bytes([value]) * size_bytes)
+        for run in runs[:1]:
+            self._fill_run(run, value)
+        with self.final():
+            for run in runs[1:]:
+                self._fill_run(run, value)
+
+    def _fill_run(self, run: FillRun, value: int) -> None:
+        self.step("filling")
+        self._put(run.address, bytes([value]) * run.size_bytes)
 
     def move(self, runs: Sequence[CopyRun]) -> bool:
         """Move bytes between addresses of ours; whether every one of them was there.

@@ -54,6 +54,7 @@ class NullDevice(SimulatedDevice):
         """Frame numbers."""
         self.enter("create")
         self.check_create(count, frame_bytes)
+        self._pass("frame", count)
         self.frame_bytes = frame_bytes
         first, self._next_frame = self._next_frame, self._next_frame + count
         self.frames.update(range(first, first + count))
@@ -63,23 +64,29 @@ class NullDevice(SimulatedDevice):
         """Forget frames."""
         self.enter("release")
         self.check_release(frames)
+        self._pass("freeing", len(frames))
         self.frames.difference_update(frames)
 
     def map(self, runs: Sequence[MapRun]) -> None:
         """Enter the mappings."""
         self.enter("map")
-        self.note_map(runs, self.check_map(runs))
+        places = self.check_map(runs)
+        self._pass("mapping", len(places))
+        self._pass("access", len(runs))
+        self.note_map(runs, places)
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Strike the mappings out."""
         self.enter("unmap")
         places = self.check_unmap(runs)
         self.check_quiet(runs)
+        self._pass("unmapping", len(runs))
         self.note_unmap(runs, places)
 
     def host_reserve(self, size_bytes: int) -> int:
         """Addresses that nobody else was given."""
         self.enter("host_reserve")
+        self._pass("register", 1)
         address, self._next_address = self._next_address, self._next_address + size_bytes
         self.host_memory[address] = size_bytes
         return address
@@ -88,6 +95,7 @@ class NullDevice(SimulatedDevice):
         """Forget the host memory."""
         self.enter("host_unreserve")
         self.check_host(address)
+        self._pass("unregister", 1)
         del self.host_memory[address]
 
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
@@ -95,6 +103,12 @@ class NullDevice(SimulatedDevice):
         self.enter("fill")
         for run in runs:
             self.check_access("fill", run.address, run.size_bytes, write=True)
+        self._pass("filling", len(runs))
+
+    def _pass(self, kind: str, times: int) -> None:
+        """Pass the points of a call; nothing is done before the last of them."""
+        for _ in range(times):
+            self.step(kind)
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """There are no bytes."""
@@ -133,9 +147,9 @@ class NullDevice(SimulatedDevice):
         """No bytes to spoil."""
 
     def close(self) -> None:
-        """Forget everything."""
-        self.streams.drain()
-        self.forget()
+        """Forget everything; nothing, while a copy has been told never to end."""
+        if self.rests():
+            self.forget()
 
 
 def _nothing() -> None:

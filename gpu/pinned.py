@@ -12,10 +12,12 @@ import ctypes
 import mmap
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Final
 
 from kvstate.device import CopyRun
 from kvstate.errors import DeviceError
+from kvstate.gpu.books import Books
 from kvstate.gpu.driver import Driver
 
 UNIT_BYTES: Final = 512 << 20
@@ -35,8 +37,8 @@ _libc.munmap.argtypes = [ctypes.c_size_t] * 2
 class Pinned:
     """Runs of host memory that the device can copy to and from."""
 
-    def __init__(self, driver: Driver) -> None:
-        self.driver = driver
+    def __init__(self, driver: Driver, books: Books) -> None:
+        self.driver, self.books = driver, books
         self.units: dict[int, list[int]] = {}
         """The first addresses of the registered units, by the address of their run."""
 
@@ -46,23 +48,31 @@ class Pinned:
         address: int = _libc.mmap(0, size_bytes, mmap.PROT_READ | mmap.PROT_WRITE, flags, -1, 0)
         if address == _FAILED:
             raise DeviceError("host_reserve", f"no {size_bytes} bytes of host memory")
-        self.units[address] = []
-        try:
+        with self.books.whole() as undo:
+            undo.append(partial(_libc.munmap, address, size_bytes))
             self._touch(address, size_bytes)
-            for first in range(address, address + size_bytes, UNIT_BYTES):
-                size = min(UNIT_BYTES, address + size_bytes - first)
-                self.driver.call(self.driver.api.cuMemHostRegister, first, size, _PORTABLE)
-                self.units[address].append(first)
-        except Exception:
-            self.unreserve(address, size_bytes)
-            raise
+            for first, size in _units(address, size_bytes):
+                self._register(first, size)
+                undo.append(partial(self._unregister, first))
+        self.units[address] = [first for first, _ in _units(address, size_bytes)]
         return address
 
     def unreserve(self, address: int, size_bytes: int) -> None:
-        """Unregister and give back."""
-        for first in self.units.pop(address):
-            self.driver.call(self.driver.api.cuMemHostUnregister, first)
+        """Unregister and give back; if anything fails, neither."""
+        with self.books.whole() as undo:
+            for first, size in _units(address, size_bytes):
+                self._unregister(first)
+                undo.append(partial(self._register, first, size))
+        del self.units[address]
         _libc.munmap(address, size_bytes)
+
+    def _register(self, first: int, size_bytes: int) -> None:
+        self.books.step("register")
+        self.driver.call(self.driver.api.cuMemHostRegister, first, size_bytes, _PORTABLE)
+
+    def _unregister(self, first: int) -> None:
+        self.books.step("unregister")
+        self.driver.call(self.driver.api.cuMemHostUnregister, first)
 
     def pieces(self, runs: list[CopyRun]) -> Iterator[CopyRun]:
         """The runs of a copy, cut where host memory passes into another unit, or they are long.
@@ -95,3 +105,9 @@ class Pinned:
         with ThreadPoolExecutor(THREADS) as pool:
             end = address + size_bytes
             list(pool.map(lambda at: ctypes.memset(at, 0, min(_TOUCH_BYTES, end - at)), firsts))
+
+
+def _units(address: int, size_bytes: int) -> list[tuple[int, int]]:
+    """(first address, size in bytes) of the units that are registered one by one."""
+    end = address + size_bytes
+    return [(at, min(UNIT_BYTES, end - at)) for at in range(address, end, UNIT_BYTES)]

@@ -6,15 +6,18 @@ subclass says what moving bytes means.
 
 from __future__ import annotations
 
+import logging
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from functools import partial
 
 from kvstate.device import Completion, CopyRun, Direction, Event, Stream, UnmapRun
-from kvstate.errors import DeviceError
+from kvstate.errors import DeviceError, DeviceFault
 from kvstate.gpu.books import Books
 from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
 from kvstate.spec.facts import Ledger
+
+log = logging.getLogger("kvstate")
 
 
 class SimulatedDevice(Books, ABC):
@@ -52,12 +55,34 @@ class SimulatedDevice(Books, ABC):
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
-        self.streams.finish(self._own(stream).last)
+        if not self.streams.finish(self._own(stream).last):
+            raise DeviceFault(self._stuck())
+
+    def wake(self) -> None:
+        """Let copies that were told never to end, end after all."""
+        self.streams.never.clear()
+        self.hung.clear()
+
+    def rests(self) -> bool:
+        """Run everything for the last time; whether that could be done, or must be tried again."""
+        self.closed, self.kept = True, not self.streams.drain()
+        if self.kept:
+            log.error("%r keeps all its memory: %s", self, self._stuck())
+        return not self.kept
+
+    def _stuck(self) -> str:
+        """What a wait cannot wait for, in words."""
+        names = ", ".join(str(token) for token in sorted(self.copies - self._ended_tokens()))
+        return f"copies {names} have not ended, and something waits for them"
+
+    def _ended_tokens(self) -> set[int]:
+        return {one.token for one in self._ended}
 
     def record(self, stream: Stream) -> SimulatedEvent:
         """The point behind everything that was launched on the stream so far."""
         self.enter("record")
         owned = self._own(stream)
+        self.step("event")
         if self.streams.eager:
             return self._passed
         return SimulatedEvent(self, frozenset({owned.last} | owned.barrier))
@@ -74,11 +99,16 @@ class SimulatedDevice(Books, ABC):
         waits = [number for event in after for number in self._numbers(event)]
         followers = [self._own(stream) for stream in before]
         self.enter("copy")
+        for _ in after:
+            self.step("wait")
         self._issued += 1
         token = self._issued
         self.copies.add(token)
-        if self._failing and self.fails("complete"):
+        if not self.ends_well(runs, followers):
             self._doomed.add(token)
+        if self.hangs():
+            self.hung.add(token)
+            self.streams.eager = False  # what waits for it must be able to wait
         if self.streams.eager:
             self.streams.busy = True
             self._runs[token] = (0, runs)
@@ -91,6 +121,7 @@ class SimulatedDevice(Books, ABC):
             waits=waits,
             reads=tuple((run.source, run.size_bytes) for run in runs),
             writes=tuple((run.target, run.size_bytes) for run in runs),
+            never=token in self.hung,
         )
         self._runs[token] = (number, runs)
         for stream in followers:
@@ -108,7 +139,8 @@ class SimulatedDevice(Books, ABC):
     def quiesce(self) -> list[Completion]:
         """Run everything; completions in issue order."""
         self.enter("quiesce")
-        self.streams.drain()
+        if not self.streams.drain():
+            raise DeviceFault(self._stuck())
         self.streams.busy = False
         if self._failed:
             self._ended = [self._failing_end(one) for one in self._ended]
@@ -151,7 +183,8 @@ class SimulatedDevice(Books, ABC):
         script = [one for one in script if one.token in self._runs]
         for token, ok in script:
             number, runs = self._runs[token]
-            self.streams.finish(number)
+            if not self.streams.finish(number):
+                raise DeviceFault(self._stuck())
             if not ok:
                 self.spoil(runs)
         named = {completion.token for completion in script}

@@ -58,6 +58,8 @@ class Streams:
         self.random = Random(seed)
         self.streams: list[SimulatedStream] = []
         self.pending: dict[int, tuple[Work, Callable[[], None]]] = {}
+        self.never: set[int] = set()
+        """Pending work that never runs, and so nothing does that waits for it."""
         self.launched = 0
         self.busy = False
         """Work was issued since somebody last waited for all of it."""
@@ -77,8 +79,10 @@ class Streams:
         waits: Iterable[int] = (),
         reads: Runs = (),
         writes: Runs = (),
+        never: bool = False,
     ) -> int:
-        """Put work at the end of a stream; its number. It waits for the numbers in `waits` too."""
+        """Put work at the end of a stream; its number. It waits for the numbers in `waits` too, and
+        with `never` it does not run, however long anybody waits."""
         self.busy = True
         self.launched += 1
         number = stream.last = self.launched
@@ -90,6 +94,8 @@ class Streams:
         work = Work(name, stream.number, number, reads, writes, tuple(sorted(before)))
         stream.queue.append(work)
         self.pending[number] = (work, run)
+        if never:
+            self.never.add(number)
         self.tick()
         return number
 
@@ -100,17 +106,21 @@ class Streams:
 
     def tick(self) -> None:
         """Let some of the pending work run: often none, at times all that can."""
-        if self.pending:
+        if self.mode == "eager":
+            self.drain()
+        elif self.pending:
             for _ in range(self.random.choice((0, 0, 0, 0, 0, 0, 1, 2, len(self.pending)))):
                 if not self._run_one():
                     return
 
-    def finish(self, number: int) -> None:
+    def finish(self, number: int) -> bool:
         """Run work until the work of that number has run: mostly only what it waits for, at times
-        anything, in any allowed order."""
+        anything, in any allowed order. False if it never will."""
         needed = None if self.random.random() < 0.25 else self._needed(number)
         while number in self.pending:
-            self._run_one(needed)
+            if not self._run_one(needed):
+                return False
+        return True
 
     def _needed(self, number: int) -> set[int]:
         """The pending work that must run before that of this number, and that itself."""
@@ -125,10 +135,11 @@ class Streams:
                 waiting += [early.number for early in queue if early.number < one]
         return needed
 
-    def drain(self) -> None:
-        """Run everything that is pending."""
-        while self.pending:
-            self._run_one()
+    def drain(self) -> bool:
+        """Run everything that is pending. False if something never will."""
+        while self._run_one():
+            pass
+        return not self.pending
 
     def works(self) -> tuple[Work, ...]:
         """The pending work, in the order of its launch."""
@@ -140,6 +151,7 @@ class Streams:
             work
             for work in heads
             if (among is None or work.number in among)
+            and work.number not in self.never
             and self.pending.keys().isdisjoint(work.waits)
         ]
         if not ready:

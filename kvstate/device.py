@@ -156,13 +156,22 @@ class Device(Protocol):
         """The copies that have ended since the last time; does not wait."""
 
     def quiesce(self) -> list[Completion]:
-        """Wait for all work issued to the device, on any stream; completions in issue order."""
+        """Wait for all work issued to the device, on any stream; completions in issue order.
+
+        Raises DeviceFault, naming the copies, if something has not ended when the device's own
+        limit of time is over; then nothing is delivered. `poll` has no such limit: what never ends
+        is never delivered by it.
+        """
 
     def ledger(self) -> Ledger:
         """What is reserved, created, mapped and pending, from the device's own books."""
 
     def close(self) -> None:
-        """Give everything back that is still held. May be called twice."""
+        """Give everything back that is still held. May be called twice.
+
+        While something has not ended it gives nothing back, since that may still be read; called
+        again later, it gives back what it kept.
+        """
 
 
 SEGMENT: Final = np.dtype(
@@ -210,11 +219,20 @@ class ByteDevice(Device, Protocol):
     def lost(self) -> str | None:
         """Why the device cannot be used any more, for good; None while it can."""
 
-    def fail_next(self, kind: str, nth: int = 1) -> None:
-        """Make the `nth` next call of that kind fail, once.
+    points: int
+    """At how many places calls could have failed so far."""
+    hung: set[int]
+    """Copies that were told never to end."""
 
-        `complete` is the end of the `nth` next copy that is issued.
+    def fail_next(self, kind: str, nth: int = 1) -> None:
+        """Make the `nth` next call or step of that kind fail, once.
+
+        `complete` is the end of the `nth` next copy that is issued, and with `hang` that end never
+        comes. `any` is the `nth` point of whatever kind.
         """
+
+    def wake(self) -> None:
+        """Let copies that were told never to end, end after all."""
 
     def cancel_failures(self) -> None:
         """Forget planned failures; a copy that was issued to fail will still fail."""

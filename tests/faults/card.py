@@ -26,24 +26,25 @@ CARD_FAULTS = (
     CardFault(
         "copy out without the event",
         "gpu/cuda.py",
-        "            call(self.api.cuStreamWaitEvent, stream, event, 0)\n        self.delay",
-        "            pass\n        self.delay",
+        "            self._do(\"wait\", self.api.cuStreamWaitEvent, stream, event, 0)\n",
+        "            pass\n",
         "S05",
         kinds=("bytes", "law 20 (order)"),
     ),
     CardFault(
         "copy out without the event, under a spinning kernel",
         "gpu/cuda.py",
-        "            call(self.api.cuStreamWaitEvent, stream, event, 0)\n        self.delay",
-        "            pass\n        self.delay",
+        "            self._do(\"wait\", self.api.cuStreamWaitEvent, stream, event, 0)\n",
+        "            pass\n",
         "S05",
         test=f"{CUDA_TESTS}::test_a_copy_out_waits_for_its_event_under_a_spinning_kernel",
     ),
     CardFault(
         "step not ordered after the load on the card",
         "gpu/cuda.py",
-        "            call(self.api.cuStreamWaitEvent, follower, done.handle, 0)\n",
-        "            pass\n",
+        "                self._do(\"wait\", self.api.cuStreamWaitEvent, follower, one.done"
+        ".handle, 0)\n",
+        "                pass\n",
         "B148",
         test=f"{CUDA_TESTS}::test_a_step_waits_for_a_load_under_a_spinning_kernel",
     ),
@@ -73,8 +74,8 @@ CARD_FAULTS = (
     CardFault(
         "event reused while somebody holds it",
         "gpu/cuda.py",
-        "        event = CudaEvent(self, handle)\n",
-        "        event = CudaEvent(self, handle)\n        self.idle_events.append(handle)\n",
+        "        return CudaEvent(self, handle)\n",
+        "        self.idle_events.append(handle)\n        return CudaEvent(self, handle)\n",
         test=f"{CUDA_TESTS}::test_an_event_that_is_held_is_not_recorded_again",
     ),
     CardFault(
@@ -91,14 +92,15 @@ CARD_FAULTS = (
     CardFault(
         "a failed access leaves its mappings",
         "gpu/cuda.py",
-        "            self._undo(api.cuMemUnmap, [(place, size) for place in mapped])\n",
+        '            undo.append(partial(self._do, "unmapping", api.cuMemUnmap, place, size))\n',
         "",
         test=f"{CUDA_TESTS}::test_a_mapping_that_fails_half_way_is_undone",
     ),
     CardFault(
         "frames of a failed create are kept",
         "gpu/cuda.py",
-        "            self._undo(self.api.cuMemRelease, [(handle,) for handle in made])\n",
+        '                undo.append(partial(self._do, "freeing", self.api.cuMemRelease, '
+        "made[-1]))\n",
         "",
         "B121",
         test=f"{CUDA_TESTS}::test_more_frames_than_there_is_memory_are_none",
