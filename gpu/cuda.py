@@ -419,7 +419,6 @@ class CudaDevice(Books):
 
     def wake(self) -> None:
         """Let copies that were told never to end, end after all."""
-        self.driver.select()
         self.stopper.go()
         self.hung.clear()
 

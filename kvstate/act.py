@@ -11,16 +11,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Final
+from typing import Final, TypeVar
 
-from kvstate.device import CopyRun, Device, Direction, FillRun, MapRun, UnmapRun
+from kvstate.device import CopyRun, Device, Direction, Event, FillRun, MapRun, UnmapRun
 from kvstate.errors import DeviceError, DeviceFault
+from kvstate.life import Life
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Act, Cells, Frames, Plan
 from kvstate.spec.words import ACTIONS
 from kvstate.tiers import HostSlots
 
 Undo = list[Callable[[], None]]
+T = TypeVar("T")
 
 
 class Actor:
@@ -28,7 +30,7 @@ class Actor:
 
     def __init__(self, device: Device, host: HostSlots, frame_bytes: int) -> None:
         self.device, self.host, self.frame_bytes = device, host, frame_bytes
-        self.fault: str | None = None
+        self.life = Life()
         self.quiesce: Callable[[], None] = lambda: None
         """Waits for all issued work and delivers it; whoever delivers puts it here."""
         handlers: dict[str, Callable[[Plan, list[Act], Undo], None]] = {
@@ -68,17 +70,34 @@ class Actor:
             if acts:
                 handler(plan, acts, undo)
 
+    @property
+    def fault(self) -> str | None:
+        """Why the manager is poisoned; None while it is not."""
+        return self.life.fault
+
     def poison(self, why: str) -> None:
         """From now on the manager refuses work."""
-        self.fault = self.fault or why
+        self.life.poison(why)
 
     def _undo(self, undo: Undo) -> None:
         try:
             while undo:
                 undo.pop()()
-        except DeviceError as error:
+        except (DeviceError, DeviceFault) as error:
             self.poison(f"undo failed: {error}")
             raise DeviceFault(f"undo failed, the manager is poisoned: {error}") from error
+
+    def fence(self, event: Event) -> int:
+        """Issue a copy of nothing that ends when the event has passed; its token."""
+        return self.ask(lambda: self.device.copy(Direction.OUT, (), after=[event]))
+
+    def ask(self, call: Callable[[], T]) -> T:
+        """Make one device call that no plan has. A DeviceFault poisons here too."""
+        try:
+            return call()
+        except DeviceFault as fault:
+            self.poison(str(fault))
+            raise
 
     def _create(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         """Give the frames that begin to exist their numbers."""

@@ -19,13 +19,13 @@ from kvstate.device import Device
 from kvstate.errors import (
     CapacityError,
     DeviceError,
-    DeviceFault,
     HostExhausted,
     IllegalTransition,
     OutOfFrames,
 )
 from kvstate.flight import Flight
 from kvstate.index import Index
+from kvstate.life import Life
 from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
 from kvstate.reuse import Reuse
@@ -45,7 +45,6 @@ class Core:
     """The books, and what calls do with them before and after their own work."""
 
     def __init__(self, config: Config, device: Device) -> None:
-        self.closed = True
         self.config, self.device = config, device
         self.geometry = geometry = Geometry(config)
         self.columns = Columns(config.max_sequences, config.tokens_per_block)
@@ -68,7 +67,13 @@ class Core:
         self.ladder = Ladder(
             self.gpu, self.arena, self.actor, self.flight, self.spans, self.reuse, config.gpu
         )
-        self.closed = False
+        self.life = self.actor.life
+
+    @property
+    def closed(self) -> bool:
+        """It was closed, or never opened."""
+        life: Life | None = getattr(self, "life", None)
+        return life is None or life.closed
 
     def _reserve(self, geometry: Geometry) -> int:
         """Reserve host memory and addresses; if either fails, keep neither."""
@@ -84,10 +89,7 @@ class Core:
 
     def _enter(self) -> None:
         """The beginning of every public call."""
-        if self.actor.fault is not None:
-            raise DeviceFault(f"the manager is poisoned and refuses work: {self.actor.fault}")
-        if self.closed:
-            raise IllegalTransition("the manager", "call", "CLOSED", "open a new one")
+        self.life.call()
         self.flight.call += 1
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Final, NamedTuple
 
 from kvstate import runs
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range
 from kvstate.device import Completion, Device
-from kvstate.errors import DeviceFault
 from kvstate.plan import Coverage, Plan
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spec.compiled import MACHINES
@@ -104,7 +103,7 @@ class Flight:
 
     def poll(self) -> list[Completion]:
         """Deliver what has ended; does not wait."""
-        completions = self._ask(self.device.poll)
+        completions = self.actor.ask(self.device.poll)
         self.polled.extend(completions)
         return self._deliver(completions)
 
@@ -112,7 +111,7 @@ class Flight:
         """Wait for everything issued and deliver it; at most once a call."""
         if self._quiet_in == self.call:
             return
-        completions = self._ask(self.device.quiesce)
+        completions = self.actor.ask(self.device.quiesce)
         self.quiesced.extend(completions)
         self._quiet_in = self.call
         self.counters["quiesces"] += 1
@@ -122,13 +121,6 @@ class Flight:
                 plan.move(_STEP_LAND, step)
                 self.settle(plan)
         self._deliver(completions)
-
-    def _ask(self, call: Callable[[], list[Completion]]) -> list[Completion]:
-        try:
-            return call()
-        except DeviceFault as fault:
-            self.actor.poison(str(fault))
-            raise
 
     def settle(self, plan: Plan) -> None:
         """Settle a plan, and let named holders come or go as its rows say."""

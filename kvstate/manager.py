@@ -23,7 +23,7 @@ from typing import Final, Self
 from kvstate import runs
 from kvstate.blocks import Node
 from kvstate.config import Config
-from kvstate.device import Completion, Device, Direction, Event, Stream
+from kvstate.device import Completion, Device, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
 from kvstate.events import Publisher
 from kvstate.plan import Plan, Run
@@ -340,7 +340,7 @@ class Manager(Rewinding):
     def _fence(self, seq: Sequence, after: Event) -> None:
         """Let the caller's event hold the range that the sequence is about to leave."""
         if after is not None and seq.range is not None:
-            token = self.device.copy(Direction.OUT, (), after=[after])
+            token = self.actor.fence(after)
             self.flight.issue(Transfer(token, seq, seq.range, ()))
 
     # Time, and the end.
@@ -390,8 +390,8 @@ class Manager(Rewinding):
     def close(self) -> None:
         """End everything and give all memory back. May be called twice.
 
-        A poisoned manager gives back what it can once the device is quiet, and otherwise keeps it:
-        a copy may still read it.
+        A poisoned manager releases nothing itself; its device gives everything back once it is
+        quiet, and keeps it if it does not become so: a copy may still read it.
         """
         if self.closed:
             return
@@ -401,7 +401,7 @@ class Manager(Rewinding):
             except (DeviceError, DeviceFault) as error:
                 self.actor.poison(f"closing failed: {error}")
                 log.error("closing failed, the device gives back the rest: %s", error)
-        self.closed = True
+        self.life.close()
         self.device.close()
 
     def _end(self) -> None:

@@ -27,6 +27,7 @@ VERSION: Final = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[int, Meta(ge=0)]
+Nth = Annotated[int, Meta(ge=1)]
 Id = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
 
 
@@ -51,8 +52,9 @@ class Call(
     error: str | None = None
     seed: Count | None = None
     """Schedules the simulated device from this call on."""
-    fail: dict[str, Annotated[int, Meta(ge=1)]] = {}
-    """Which kinds of device calls are told to fail during this call, and which one of each."""
+    fail: dict[str, Nth | list[Nth]] = {}
+    """Which kinds of device calls are told to fail during this call, and which one of each, or
+    which several."""
 
     ended: list[tuple[int, bool]] | None = None
     """The copies whose end a poll delivered during this call, by number, and their success.

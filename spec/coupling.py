@@ -20,6 +20,7 @@ from kvstate.spec.alias import ALIAS
 from kvstate.spec.expr import Expr, variables
 from kvstate.spec.frame import FRAME
 from kvstate.spec.host import HOST
+from kvstate.spec.manager import MANAGER
 from kvstate.spec.page import PAGE
 from kvstate.spec.range import RANGE
 from kvstate.spec.sequence import SEQUENCE
@@ -36,7 +37,8 @@ from kvstate.spec.transfer import (
 )
 
 TABLES: Final = {
-    table.name: table for table in (PAGE, FRAME, HOST, ALIAS, SEQUENCE, RANGE, SPAN, TRANSFER, STEP)
+    table.name: table
+    for table in (PAGE, FRAME, HOST, ALIAS, SEQUENCE, RANGE, SPAN, TRANSFER, STEP, MANAGER)
 }
 """Every machine by name. The first four own runs of bytes, the others are single objects."""
 

@@ -153,7 +153,7 @@ DEVICES = pytest.mark.parametrize(
 
 @DEVICES
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
-@pytest.mark.parametrize("key", CASES)
+@pytest.mark.parametrize("key", ROWS)
 def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     """The row fires in the last call, and everything else holds after every call."""
     program = search().rows.get(key)

@@ -38,6 +38,7 @@ from kvstate.observe import check_end, check_laws, observe
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
 from kvstate.sequence import Sequence, Step
+from kvstate.spec.facts import Ledger
 from kvstate.spec.host import FREE
 
 LOST = "device lost"
@@ -99,7 +100,7 @@ class Player:
         self.checked = checked
         if checked:
             observe(self.kv, debug=True, asked=self.laws)
-        self.coverage = self.kv.flight.coverage = Coverage()
+        self.coverage = self.kv.flight.coverage = self.kv.life.coverage = Coverage()
         device.set_rows(self.kv.geometry.row_bytes)
         self.streams = [None, *(device.stream() for _ in range(STREAMS - 1))]
         self._audit_stream = device.stream()
@@ -147,10 +148,10 @@ class Player:
         if call.seed is not None:
             self.device.schedule(call.seed)
         self.device.script(call.ended, call.failed)
-        for kind, nth in call.fail.items():
-            self.device.fail_next(kind, nth)
+        self._tell_failures(call)
         error: KvStateError | None = None
         poisoned, legal = self.kv.actor.fault is not None, True
+        held = self.device.ledger() if poisoned else None
         try:
             legal = is_legal(self, call)
             getattr(self, f"_{type(call).__name__.lower()}")(call)
@@ -170,10 +171,16 @@ class Player:
         self._learn()
         if poisoned:
             self._same(f"{call} of a poisoned manager raised", type(error), DeviceFault)
+            self._check_kept(held)
         else:
             self._judge(call, error, legal)
         self._after(call)
         return msgspec.structs.replace(call, error=type(error).__name__ if error else None)
+
+    def _tell_failures(self, call: trace.AnyCall) -> None:
+        for kind, which in call.fail.items():
+            for nth in which if isinstance(which, list) else [which]:
+                self.device.fail_next(kind, nth)
 
     def finish(self) -> None:
         """Settle and close everything, end the manager, and look for what is left. Raises
@@ -182,8 +189,15 @@ class Player:
             self.apply(trace.Settle(step=name))
         for name in list(self.seqs):
             self.apply(trace.Close(seq=name))
+        held = self.device.ledger() if self.device.hung else None
         try:
             self.kv.close()
+            self._check_kept(held)
+            if self.device.hung:
+                self.device.wake()
+                self.device.close()
+        except Broken:
+            raise
         except Exception as crash:
             raise _crash(crash) from crash
         self._check_faults()
@@ -194,7 +208,9 @@ class Player:
 
     def abandon(self) -> None:
         """Give everything back without any check: something is broken already."""
-        self.kv.closed = True
+        if not self.kv.closed:
+            self.kv.life.close()
+        self.device.wake()
         self.device.close()
 
     def alike(self) -> list[int]:
@@ -427,7 +443,8 @@ class Player:
         if isinstance(error, CapacityError):
             place = str(getattr(error, "place", type(error).__name__))
             self.refused[place] += 1
-        if isinstance(error, DeviceFault | DeviceError) and not call.fail:
+        told = call.fail or self.device.hung
+        if isinstance(error, DeviceFault | DeviceError) and not told:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
         if not self._lost:
             self._judge_legality(call, error, legal)
@@ -438,7 +455,7 @@ class Player:
     def _judge_legality(self, call: trace.AnyCall, error: KvStateError | None, legal: bool) -> None:
         if legal and isinstance(error, IllegalTransition):
             raise Broken("legal call refused", f"{call} raised {error!r}")
-        if not legal and not isinstance(error, IllegalTransition | DeviceError):
+        if not legal and not isinstance(error, IllegalTransition | DeviceError | DeviceFault):
             raise Broken("illegal call accepted", f"{call} raised {error!r}")
 
     def _after(self, call: trace.AnyCall) -> None:
@@ -450,6 +467,14 @@ class Player:
             self._check_story(played)
             self._check_rest(played)
         self._check_scrubbed()
+
+    def _check_kept(self, held: Ledger | None) -> None:
+        """Nothing was released that something in flight might still read; copies may have ended."""
+        if held is not None:
+            now = self.device.ledger()
+            self._same("what a poisoned manager holds", *(
+                (one.reservations, one.frames, one.mappings, one.host) for one in (now, held)
+            ))  # fmt: skip
 
     def _check_faults(self) -> None:
         if self.device.faults:

@@ -21,19 +21,23 @@ from kvstate.campaign.model import Story
 from kvstate.campaign.player import STREAMS, Played, Player
 from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 
+_MAPPING: Final = ("create", "map", "unmap", "quiesce", "frame", "mapping", "access", "unmapping")
 FAILURES: Final = {
-    trace.Resume: ("complete", "complete", "complete", "copy", "create", "map", "unmap", "quiesce"),
-    trace.Suspend: ("complete", "complete", "copy", "record", "quiesce"),
-    trace.Step: ("complete", "copy", "create", "map", "unmap", "quiesce"),
-    trace.Resize: ("create", "map", "unmap", "quiesce", "fill"),
-    trace.Fork: ("complete", "copy", "create", "map", "unmap", "quiesce"),
-    trace.Clear: ("unmap", "quiesce"),
-    trace.Trim: ("unmap", "release", "quiesce"),
-    trace.Drop: ("copy", "record", "fill"),
-    trace.Close: ("complete", "complete", "copy", "record", "fill"),
+    trace.Resume: ("complete", "complete", "complete", "copy", "issue", "wait", *_MAPPING),
+    trace.Suspend: ("complete", "complete", "copy", "record", "event", "wait", "quiesce"),
+    trace.Step: ("complete", "copy", *_MAPPING),
+    trace.Resize: ("fill", *_MAPPING),
+    trace.Fork: ("complete", "copy", "wait", *_MAPPING),
+    trace.Clear: ("unmap", "unmapping", "quiesce"),
+    trace.Trim: ("unmap", "unmapping", "release", "freeing", "quiesce"),
+    trace.Drop: ("copy", "record", "wait", "fill"),
+    trace.Close: ("complete", "complete", "copy", "record", "event", "wait", "fill"),
     trace.Poll: ("complete", "copy", "fill"),
 }
-"""Device calls that may be told to fail during a call. A failed fill poisons the manager."""
+"""Device calls and steps that may be told to fail during a call. A failed fill poisons the
+manager."""
+HANGING: Final = (trace.Resume, trace.Suspend, trace.Close, trace.Fork, trace.Poll)
+"""Calls whose copy may be told never to end."""
 
 LEAVE: Final = (trace.Close, trace.Close, trace.Suspend, trace.Drop)
 """How a sequence leaves its memory."""
@@ -133,12 +137,18 @@ def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
     return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
 
 
-def _failures(call: trace.AnyCall, random: Random) -> dict[str, int]:
-    """Mostly none; else one kind of device call, at times two, so that an undo fails too."""
+def _failures(call: trace.AnyCall, random: Random) -> dict[str, int | list[int]]:
+    """Mostly none; else one kind of device call, at times two or two in a row, so that an undo
+    fails too; seldom a copy that never ends, since nothing much comes after it."""
     kinds, chance = FAILURES.get(type(call), ()), random.random()
     if not kinds or chance > (0.25 if isinstance(call, trace.Resume | trace.Suspend) else 0.1):
         return {}
-    chosen = random.sample(kinds, 2 if chance < 0.03 and len(kinds) > 1 else 1)
+    if chance < 0.002 and isinstance(call, HANGING):
+        return {"hang": 1}
+    if chance < 0.008:
+        first = random.randint(1, 12)
+        return {"any": [first, first + 1]}
+    chosen = random.sample(kinds, 2 if chance < 0.03 else 1)
     if "fill" in chosen and random.random() < 0.8:
         return {}
     return {kind: random.choice((1, 1, 1, 2)) for kind in chosen}

@@ -89,6 +89,8 @@ def _plainer(call: trace.AnyCall) -> Iterator[trace.AnyCall]:
     """Versions of a call that say less."""
     if call.fail:
         yield replace(call, fail={})
+        for kind, which in call.fail.items() if len(call.fail) > 1 else ():
+            yield replace(call, fail={kind: which})
     if call.seed is not None:
         yield replace(call, seed=None)
     if isinstance(call, trace.Step) and len(call.seqs) > 1:

@@ -223,9 +223,10 @@ FAILURES: Final = (
         law="model",
         fault=Fault(
             "a poisoned manager goes on",
-            "kvstate/core.py",
-            "        if self.actor.fault is not None:\n",
-            "        if self.actor.fault is not None and self.closed:\n",
+            "spec/manager.py",
+            '        Row("poison", OPEN, POISONED, "a device',
+            '        Row("call", POISONED, POISONED, "it goes on"),\n'
+            '        Row("poison", OPEN, POISONED, "a device',
             "S20",
         ),
         config=config(),

@@ -149,8 +149,8 @@ FLIGHT: Final = (
         fault=Fault(
             "a quiesce waits and delivers nothing",
             "kvstate/flight.py",
-            "        self._deliver(completions)\n\n    def _ask",
-            "\n    def _ask",
+            "        self._deliver(completions)\n\n    def settle",
+            "\n    def settle",
             "B40",
         ),
         config=config(frames=4),
