@@ -442,6 +442,10 @@ class CudaDevice(Books):
         what = f"copies {names}" if names else "kernels"
         return f"{what} have not ended after {self.limit_s:g} s, and something waits for them"
 
+    def check_stream(self, stream: Stream) -> None:
+        """Raises DeviceError if it is none, or of another device of ours."""
+        self.handle_of(stream)
+
     def record(self, stream: Stream) -> CudaEvent:
         """The point behind everything that was launched on the stream so far."""
         handle = self.handle_of(stream)

@@ -78,6 +78,10 @@ class SimulatedDevice(Books, ABC):
     def _ended_tokens(self) -> set[int]:
         return {one.token for one in self._ended}
 
+    def check_stream(self, stream: Stream) -> None:
+        """Raises DeviceError if it is no stream of this device."""
+        self._own(stream)
+
     def record(self, stream: Stream) -> SimulatedEvent:
         """The point behind everything that was launched on the stream so far."""
         self.enter("record")

@@ -226,7 +226,7 @@ class Admission(Stepping):
         `matched_tokens` tokens, which need not be computed. Whole frames of it that are on the GPU
         are mapped, free of charge; the rest is copied. A copy is issued, not waited for: later work
         of `stream` waits for it on the device. Raises OutOfFrames, from the gate too (see
-        `admits`). If the copy fails, the sequence is SUSPENDED again, or DROPPED if it was a
+        `admits`), and DeviceError if the stream is of another device. If the copy fails, the sequence is SUSPENDED again, or DROPPED if it was a
         prefix, and steps issued meanwhile mean nothing.
         """
         self._enter()
@@ -260,6 +260,7 @@ class Admission(Stepping):
         return child
 
     def _begin(self, seq: Sequence, stream: Stream, parent: Sequence | None) -> None:
+        self.device.check_stream(stream)
         if seq.writing:
             self.flight.quiesce()
         start = self._attempt(_RESUME, seq, self._plan_begin, stream, parent)

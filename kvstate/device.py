@@ -149,6 +149,9 @@ class Device(Protocol):
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
         """Overwrite GPU or host memory that no issued work names; done when it returns."""
 
+    def check_stream(self, stream: Stream) -> None:
+        """Raises DeviceError if it is no stream of this device."""
+
     def record(self, stream: Stream) -> Event:
         """The point behind everything that was launched on the stream so far."""
 
