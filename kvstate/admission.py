@@ -226,8 +226,9 @@ class Admission(Stepping):
         `matched_tokens` tokens, which need not be computed. Whole frames of it that are on the GPU
         are mapped, free of charge; the rest is copied. A copy is issued, not waited for: later work
         of `stream` waits for it on the device. Raises OutOfFrames, from the gate too (see
-        `admits`), and DeviceError if the stream is of another device. If the copy fails, the sequence is SUSPENDED again, or DROPPED if it was a
-        prefix, and steps issued meanwhile mean nothing.
+        `admits`), and DeviceError if the stream is of another device. If the copy fails, the
+        sequence is SUSPENDED again, or DROPPED if it was a prefix, and steps issued meanwhile mean
+        nothing.
         """
         self._enter()
         self._begin(seq, stream, None)
