@@ -170,9 +170,11 @@ class Stutters(HostDevice):
     """A device that reports ends again, and ends of copies that nobody issued."""
 
     again: tuple[Completion, ...] = ()
+    silent = False
+    """It reports nothing else."""
 
     def poll(self) -> list[Completion]:
-        return [*super().poll(), *self.again]
+        return [*([] if self.silent else super().poll()), *self.again]
 
 
 @pytest.mark.parametrize("ok", [True, False])
@@ -189,14 +191,20 @@ def test_ends_that_come_twice_or_of_nothing_change_nothing(open_manager: Open, o
     young = kv.create(range(9), 16)
     young.resume()
     kv.poll()
-    assert not kv.flight.transfers
-    tokens = range(device.calls["copy"] + 3)
+    held.resume()
+    (pending,) = kv.flight.transfers
+    tokens = [token for token in range(pending + 3) if token != pending]
     assert len(tokens) > 6
-    device.again = tuple(Completion(token, ok) for token in tokens)
+    device.silent, device.again = True, tuple(Completion(token, ok) for token in tokens)
     before, counted = view(kv), kv.counters["late_completions"]
     kv.poll()
     assert view(kv) == before
     assert kv.counters["late_completions"] == counted + len(tokens)
+    device.silent, device.again = False, (Completion(pending, not ok),)
+    kv.poll()
+    assert kv.counters["late_completions"] == counted + len(tokens) + 1
+    assert held.length_tokens == 6
+    assert not held.loading
 
 
 # What callers get wrong.
