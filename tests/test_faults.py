@@ -7,6 +7,7 @@ far as time allows, and what single failures mean is said one by one.
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -23,7 +24,7 @@ from tests.conftest import Open, small
 from tests.faults.exhaust import MODES, base_of, plans_of, play
 from tests.faults.scenarios import SCENARIOS, Scenario
 
-EVERY: Final = {"once": 1, "twice": 2, "on": 3, "never": 1}
+EVERY: Final = {"once": 2, "twice": 4, "on": 8, "never": 1}
 """Of the runs of each mode, every so many are played here."""
 BY_NAME: Final = pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
 
@@ -124,6 +125,54 @@ def test_whatever_fails_while_it_is_closed_nothing_is_left(open_manager: Open) -
 
 
 # The machine of the manager.
+
+
+def test_a_poisoned_manager_can_be_closed_and_leaves_no_thread(open_manager: Open) -> None:
+    before = set(threading.enumerate())
+    device = HostDevice(streams="adversarial")
+    kv = open_manager(device, write_through="on_commit")
+    seq = kv.create(max_tokens=16)
+    seq.resume()
+    kv.settle(kv.step(kv.batch([seq]), 8))
+    seq.commit(range(8))
+    device.fail_next("hang")
+    kv.poll()
+    assert kv.poll() == []
+    held = device.ledger()
+    with pytest.raises(DeviceFault, match="copies 1 have not ended"):
+        kv.clear_reuse()
+    assert kv.life.state == POISONED.code
+    kv.close()
+    kv.close()
+    assert kv.life.state == CLOSED.code
+    assert device.ledger() == held, "a copy may still read all of it"
+    assert set(threading.enumerate()) == before
+    device.wake()
+    device.close()
+    assert device.ledger().empty
+
+
+def test_what_never_ends_is_fenced_and_everything_else_goes_on(open_manager: Open) -> None:
+    device = HostDevice(streams="adversarial")
+    kv = open_manager(device, frames=8)
+    stuck = kv.create(max_tokens=8)
+    stuck.resume()
+    kv.settle(kv.step(kv.batch([stuck]), 8))
+    device.fail_next("hang")
+    stuck.suspend()
+    stuck.close()
+    for key in range(20):
+        seq = kv.create(max_tokens=8)
+        seq.resume()
+        kv.settle(kv.step(kv.batch([seq]), 8))
+        seq.commit([key] * 8)
+        seq.rewind(0)
+        seq.drop()
+        seq.close()
+        kv.poll()
+    assert kv.stats().frames["COMING"] == 2, "its memory is nobody else's"
+    assert kv.life.state == OPEN.code
+    device.wake()
 
 
 def test_the_manager_is_where_its_table_says(open_manager: Open) -> None:
