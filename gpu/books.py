@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from kvstate.device import CALLS, CopyRun, MapRun, Stream, UnmapRun
@@ -61,6 +61,8 @@ class Books:
         self.closed = False
         self.kept = False
         """It was closed while something had not ended, and has kept all its memory."""
+        self.owed: Undo = []
+        """Steps that could not be taken back; closing tries again."""
 
     @property
     def lost(self) -> str | None:
@@ -119,11 +121,21 @@ class Books:
             yield undo
         except DeviceError as error:
             try:
-                while undo:
-                    undo.pop()()
+                _take_back(undo)
             except DeviceError as again:
+                self.owed += undo
                 raise DeviceFault(f"{error}, and could not be undone: {again}") from again
             raise
+
+    def pay(self) -> None:
+        """Try once more to take back what could not be: a device that is closed must hold nothing.
+
+        What fails again is left to whoever gives everything back.
+        """
+        while self.owed:
+            with suppress(DeviceError):
+                _take_back(self.owed)
+            del self.owed[-1:]
 
     @contextmanager
     def final(self) -> Iterator[None]:
@@ -308,3 +320,10 @@ class Books:
             frozenset(self.copies),
             work,
         )
+
+
+def _take_back(undo: Undo) -> None:
+    """Take steps back, the last first; those that are left when one fails stay in the list."""
+    while undo:
+        undo[-1]()
+        undo.pop()

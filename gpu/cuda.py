@@ -627,23 +627,33 @@ class CudaDevice(Books):
         return not self.kept
 
     def _give_back(self) -> None:
-        api, call = self.api, self.driver.call
-        self.driver.select()
+        """Everything, whatever fails of it. Raises the first error then."""
+        api, failed = self.api, list[DeviceError]()
+
+        def give(function: Callable[..., object], *arguments: object) -> None:
+            try:
+                self.driver.call(function, *arguments)
+            except DeviceError as error:
+                failed.append(error)
+
+        self.pay()
         for address in self.mappings:
-            call(api.cuMemUnmap, address, self.frame_bytes)
+            give(api.cuMemUnmap, address, self.frame_bytes)
         for handle in self._handles.values():
-            call(api.cuMemRelease, handle)
+            give(api.cuMemRelease, handle)
         for first, size in self._regions.values():
-            call(api.cuMemAddressFree, first, size)
+            give(api.cuMemAddressFree, first, size)
         for address, size in self.host_memory.items():
             self.pinned.unreserve(address, size)
         self.stopper.free()
         self.checker.free()
         self.kernels.unload()
         for event in self._events:
-            call(api.cuEventDestroy, event)
+            give(api.cuEventDestroy, event)
         for stream in self._streams:
-            call(api.cuStreamDestroy, stream)
+            give(api.cuStreamDestroy, stream)
+        if failed:
+            raise failed[0]
 
     def __del__(self) -> None:
         if not getattr(self, "closed", True):

@@ -195,6 +195,7 @@ class HostDevice(SimulatedDevice):
         """Unmap and close everything; nothing, while a copy that never ends may read it."""
         if (self.closed and not self.kept) or not self.rests():
             return
+        self.pay()
         for region in self._regions.values():
             _libc.munmap(*region)
         os.close(self._memory)

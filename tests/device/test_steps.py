@@ -184,6 +184,19 @@ def fail_twice(factory: Factory, kind: str, nth: int) -> str:
     return outcome
 
 
+def test_what_could_not_be_taken_back_is_when_it_is_closed(rig: Rig) -> None:
+    """A mapping that no ledger has."""
+    call, _ = PREPARE["map"](rig)
+    rig.device.fail_next("mapping", 2)
+    rig.device.fail_next("unmapping")
+    with pytest.raises(DeviceFault):
+        call()
+    assert len(rig.device.owed) == 1  # type: ignore[attr-defined]
+    rig.device.close()
+    assert not rig.device.owed  # type: ignore[attr-defined]
+    assert rig.device.ledger().empty
+
+
 def test_each_kind_of_step_can_be_told_to_fail(rig: Rig) -> None:
     """Named, and not only as the n-th of any kind."""
     kinds = {
