@@ -40,6 +40,8 @@ class Books:
 
     name = "books"
     granularity_bytes = 4096
+    staged: list[tuple[str, int]] | None = None
+    """What happens to staging buffers, if somebody wants to know: `fill` and `free`, and which."""
 
     def __init__(self) -> None:
         self.calls: Counter[str] = Counter()

@@ -36,9 +36,9 @@ assert DEVICE_SEGMENT.itemsize == SEGMENT_BYTES
 class Scratch:
     """Pinned staging and as much device memory, for one launch at a time."""
 
-    def __init__(self, device: CudaDevice, size_bytes: int) -> None:
+    def __init__(self, device: CudaDevice, size_bytes: int, number: int) -> None:
         call, api = device.driver.call, device.api
-        self.size_bytes = size_bytes
+        self.size_bytes, self.number = size_bytes, number
         self.host = int(call(api.cuMemHostAlloc, size_bytes, 0))
         self.device = int(call(api.cuMemAlloc, size_bytes))
         buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.host)
@@ -178,7 +178,14 @@ class Checker:
 
     def passed(self, scratch: Scratch) -> bool:
         """Whether the launch that uses the scratch is done."""
-        return scratch.done is None or self.device.driver.ready(scratch.done.handle)
+        passed = scratch.done is None or self.device.driver.ready(scratch.done.handle)
+        if passed:
+            self._stage("free", scratch)
+        return passed
+
+    def _stage(self, what: str, scratch: Scratch) -> None:
+        if self.device.staged is not None:
+            self.device.staged.append((what, scratch.number))
 
     def flags(self, scratch: Scratch, counts: list[int]) -> list[npt.NDArray[np.uint8]]:
         """Which rows of each segment were found wrong; waits for the launch."""
@@ -229,6 +236,7 @@ class Checker:
     def _upload(self, stream: int, scratch: Scratch, *arrays: Any) -> int:
         """Put arrays one after the other into the scratch; where the last one begins."""
         at = 16
+        self._stage("fill", scratch)
         for array in arrays:
             begin, data = at, np.frombuffer(array.tobytes(), np.uint8)
             scratch.bytes[at : at + len(data)] = data
@@ -265,7 +273,7 @@ class Checker:
                 del self.idle[at]
                 return scratch
         size = max(LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-        scratch = Scratch(self.device, size)
+        scratch = Scratch(self.device, size, len(self._all))
         self._all.append(scratch)
         return scratch
 

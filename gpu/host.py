@@ -82,6 +82,8 @@ class HostDevice(SimulatedDevice):
         """Base and length by row, as the work that has run sees them."""
         self._published: dict[int, tuple[int, int]] = {}
         """The same as it will be when everything launched has run."""
+        self._staging: list[tuple[int, dict[int, tuple[int, int]]]] = []
+        """Buffers that entries of the table wait in: the work that reads each of them, and they."""
         self._scratch = np.zeros(1 << 14, np.uint32)
 
     # Addresses and frames.
@@ -277,7 +279,26 @@ class HostDevice(SimulatedDevice):
         """Launch the update of the device's table."""
         entries = {r: (b, n) for r, b, n in zip(rows, bases, lengths, strict=True)}
         self._published |= entries
-        self.streams.launch(self._own(stream), "publish", lambda: self._table.update(entries))
+        at = self._idle_buffer()
+        self._staging[at] = 0, entries
+        self._stage("fill", at)
+        number = self.streams.launch(
+            self._own(stream), "publish", lambda: self._table.update(self._staging[at][1])
+        )
+        self._staging[at] = number, entries
+
+    def _idle_buffer(self) -> int:
+        """A staging buffer that no work is going to read."""
+        for at, (number, _) in enumerate(self._staging):
+            if number not in self.streams.pending:
+                self._stage("free", at)
+                return at
+        self._staging.append((0, {}))
+        return len(self._staging) - 1
+
+    def _stage(self, what: str, at: int) -> None:
+        if self.staged is not None:
+            self.staged.append((what, at))
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch the writing of token rows."""
