@@ -59,18 +59,25 @@ class Manager(Rewinding):
         device: Device,
         *,
         debug: bool = False,
+        order: bool = False,
         record: Callable[[bytes], object] | None = None,
     ) -> None:
         """Reserve addresses and host memory; frames are allocated when they are needed.
 
-        With `debug`, every law is checked after every call, and freed memory is overwritten.
+        With `debug`, every law is checked after every call, and freed memory is overwritten; with
+        `order`, only that whatever touches the same bytes is ordered (law 17). Either way `device`
+        is then a wrapper around the one given: record events on that.
         `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
         file's `write` will do.
         """
+        if debug or order:
+            from kvstate.order_device import ordered
+
+            device = ordered(device)
         super().__init__(config, device)
         self.replayed: Callable[[], list[str]] | None = None
         """Compares the events with the index, if somebody does."""
-        if debug or record:
+        if debug or order or record:
             from kvstate.observe import observe
 
             observe(self, debug=debug, record=record)

@@ -1,6 +1,6 @@
-"""Observation: laws after every call, and a record of every call.
+"""Observation: laws after every call, the order of what is issued, and a record of every call.
 
-Both are put around a manager's public methods when they are asked for, so that a manager without
+All are put around a manager's public methods when they are asked for, so that a manager without
 them pays nothing. Calls that a public method makes to other public methods are part of it and are
 not observed apart.
 """
@@ -23,7 +23,10 @@ from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
 from kvstate.events import Replica, decode, encode
 from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
-from kvstate.sequence import Sequence, Step
+from kvstate.order import Agent, Operation
+from kvstate.order_device import Ordered
+from kvstate.order_memory import Pieces
+from kvstate.sequence import Column, Sequence, Step
 from kvstate.spec.facts import View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
@@ -76,6 +79,61 @@ class LawKeeper:
             _check("change", self.asked, before, self.seen, touched)
         if isinstance(error, CapacityError):
             _check("refusal", self.asked, self.seen, error)
+
+
+class OrderKeeper:
+    """Tells the order of one manager's device about calls and steps (`order=True`)."""
+
+    def __init__(self, kv: Manager, device: Ordered) -> None:
+        self.kv, self.device, self.order = kv, device, device.order
+        self.order.alarm = kv.actor.poison
+        self._seqs: tuple[Sequence, ...] = ()
+        self._version = -1
+        self._streams: list[tuple[Agent, Column, Column]] = []
+        """(agent, rows, base of each row) of the batch that was stepped last."""
+
+    def before(self, name: str, subject: object) -> None:
+        """A call is about to begin. Whoever settles a step says that it is done."""
+        named = isinstance(subject, Sequence | Step)
+        self.order.begin(f"{name}({subject})" if named else name)
+        if isinstance(subject, Step):
+            self.order.settled(subject.number)
+
+    def after(self, result: object, error: KvStateError | None) -> KvStateError | None:
+        """It has returned or raised; what its caller is to be told."""
+        try:
+            if isinstance(result, Step):
+                self._step(result)
+        except LawViolation:
+            pass  # it is remembered, as any other that came up in the call
+        self.order.end()
+        found, self.order.fresh = self.order.fresh, None
+        return found or error
+
+    def _step(self, step: Step) -> None:
+        """A step reads all tokens of its sequences and writes the new ones."""
+        if step.seqs is not self._seqs or self._version != self.kv.columns.version:
+            self._look_up(step)
+        size = self.kv.geometry.row_bytes
+        for agent, rows, bases in self._streams:
+            starts = step.starts[rows] * size
+            ends = bases + starts + step.counts[rows] * size
+            reads, writes = Pieces(bases, ends), Pieces(bases + starts, ends)
+            self.order.step(step.number, Operation(agent, str(step), reads, writes))
+
+    def _look_up(self, step: Step) -> None:
+        by_stream: dict[Agent, list[Sequence]] = {}
+        for seq in step.seqs:
+            by_stream.setdefault(self.device.agent(seq.stream), []).append(seq)
+        self._streams = [
+            (
+                agent,
+                np.array([seq.row for seq in seqs], np.int64),
+                np.array([seq.base for seq in seqs], np.int64),
+            )
+            for agent, seqs in by_stream.items()
+        ]
+        self._seqs, self._version = step.seqs, self.kv.columns.version
 
 
 class Listening:
@@ -232,18 +290,21 @@ def observe(
 
     With `debug`, freed memory is overwritten too, so that a stale read does not look right, and
     tensors that outlive their memory are warned of. `asked` counts how often each law was checked.
+    The order of what is issued is checked if the manager's device is `ordered`.
     """
     if debug:
         kv.flight.ignored = None
         kv.replayed = Listening(kv)
     keeper = LawKeeper(kv, asked) if debug else None
     recorder = Recorder(kv, record) if record else None
+    device: object = kv.device
+    order = OrderKeeper(kv, device) if isinstance(device, Ordered) else None
     depth = [0]
     for name in PUBLIC:
         method = getattr(kv, name)
         if debug and name in LEAVING:
             method = _warning(method)
-        setattr(kv, name, _observed(method, name, keeper, recorder, depth))
+        setattr(kv, name, _observed(method, name, keeper, recorder, order, depth))
 
 
 def _warning(leave: Callable[..., None]) -> Callable[..., None]:
@@ -261,7 +322,7 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
 
 def _observed(
     method: Callable[..., Any], name: str, keeper: LawKeeper | None, recorder: Recorder | None,
-    depth: list[int],
+    order: OrderKeeper | None, depth: list[int],
 ) -> Callable[..., Any]:  # fmt: skip
     names = signature(method)
 
@@ -271,12 +332,16 @@ def _observed(
             return method(*args, **named)
         depth[0] += 1
         result, error = None, None
+        if order is not None:
+            order.before(name, args[0] if args else next(iter(named.values()), None))
         try:
             result = method(*args, **named)
         except KvStateError as raised:
             error = raised
         finally:
             depth[0] -= 1
+        if order is not None:
+            error = order.after(result, error)
         if recorder is not None:
             bound = names.bind(*args, **named)
             bound.apply_defaults()

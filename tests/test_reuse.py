@@ -3,12 +3,14 @@ is copied, and gone for good when its last copy is."""
 
 from __future__ import annotations
 
+from typing import cast
+
 import numpy as np
 import pytest
 from attrs import evolve
 
 from kvstate import Manager, Sequence
-from kvstate.device import SEGMENT
+from kvstate.device import SEGMENT, ByteDevice
 from kvstate.gpu import HostDevice, NullDevice
 from kvstate.spec.facts import BlockFact, StepFact, View
 from kvstate.spec.laws import LAWS
@@ -32,8 +34,8 @@ def go_on(kv: Manager, seq: Sequence, tokens: list[int]) -> None:
     """The rest of these tokens, each written with its own id as the writer's key."""
     start = seq.length_tokens
     step = kv.step(kv.batch([seq]), len(tokens) - start)
-    device, row = kv.device, kv.geometry.row_bytes
-    if isinstance(device, HostDevice) and seq.base is not None:
+    device, row = cast("ByteDevice", kv.device), kv.geometry.row_bytes
+    if device.memory is not None and seq.base is not None:
         device.set_rows(row)
         rows = [(seq.base + at * row, at, 1, tokens[at], -1) for at in range(start, len(tokens))]
         device.write(None, np.array(rows, SEGMENT))
@@ -45,8 +47,7 @@ def go_on(kv: Manager, seq: Sequence, tokens: list[int]) -> None:
 
 def wrong(kv: Manager, seq: Sequence, tokens: list[int]) -> int:
     """How many of a sequence's tokens do not have the bytes of these ids."""
-    device, row = kv.device, kv.geometry.row_bytes
-    assert isinstance(device, HostDevice)
+    device, row = cast("ByteDevice", kv.device), kv.geometry.row_bytes
     assert seq.base is not None
     rows = [(seq.base + at * row, at, 1, token, -1) for at, token in enumerate(tokens)]
     check = device.verify(None, np.array(rows, SEGMENT))

@@ -35,6 +35,7 @@ from kvstate.errors import (
 from kvstate.keys import Adapter
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws, observe
+from kvstate.order_device import ordered
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
 from kvstate.sequence import Sequence, Step
@@ -90,9 +91,13 @@ class Part:
 
 
 class Player:
-    """Plays calls on one manager. Unless `checked`, only faults and legality are looked at."""
+    """Plays calls on one manager. Unless `checked`, only faults and legality are looked at; unless
+    `order`, what is out of order has to show in bytes."""
 
-    def __init__(self, header: trace.Header, device: ByteDevice, *, checked: bool = True) -> None:
+    def __init__(
+        self, header: trace.Header, device: ByteDevice, *, checked: bool = True, order: bool = True
+    ) -> None:
+        device = ordered(device) if checked and order else device
         self.config, self.device, self.strict = header.config, device, header.strict
         self.kv = Manager(header.config, device)
         self.laws: Counter[str] = Counter()

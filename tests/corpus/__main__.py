@@ -6,7 +6,9 @@ from __future__ import annotations
 import json
 import logging
 import sys
+from typing import Any
 
+from tests.corpus.case import How
 from tests.corpus.cases import CASES
 from tests.corpus.page import PAGE, page
 
@@ -19,10 +21,10 @@ def main(arguments: list[str]) -> None:
     print(f"wrote {PAGE}")
 
 
-def kinds(number: int) -> list[str]:
+def kinds(number: int, how: dict[str, Any] | None = None) -> list[str]:
     """What fails in the case of that number."""
     logging.disable()
-    return CASES[number].kinds()
+    return CASES[number].kinds(How(**how) if how else None)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,12 @@ from importlib import import_module
 from pathlib import Path
 from traceback import format_exc
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Any, Final, Self
+
+from attrs import asdict
+
+if TYPE_CHECKING:
+    from tests.corpus.case import How
 
 ROOT: Final = Path(__file__).parent.parent.parent
 NOT_OURS: Final = ("attrs", "msgspec", "networkx", "numpy")
@@ -30,12 +35,13 @@ class Apart:
             stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def kinds(self, number: int, folder: Path) -> list[str]:
+    def kinds(self, number: int, folder: Path, how: How | None = None) -> list[str]:
         """What fails in the case of that number with the sources in that folder."""
         asked, answer = self._process.stdin, self._process.stdout
         assert asked is not None
         assert answer is not None
-        print(json.dumps([number, str(folder)]), file=asked, flush=True)
+        wanted = None if how is None else asdict(how)
+        print(json.dumps([number, str(folder), wanted]), file=asked, flush=True)
         found = json.loads(answer.readline())
         assert isinstance(found, list), found
         return found
@@ -62,14 +68,14 @@ def main() -> None:
         os.waitpid(child, 0)
 
 
-def _answer(number: int, folder: str) -> None:
+def _answer(number: int, folder: str, how: dict[str, Any] | None) -> None:
     """Print what fails, as a list; or, as text, why that is not known. Does not return."""
     sys.path.insert(0, folder)
     answer: list[str] | str
     try:
         from tests.corpus.__main__ import kinds
 
-        answer = kinds(number)
+        answer = kinds(number, how)
     except BaseException:
         answer = format_exc()
     print(json.dumps(answer), flush=True)

@@ -49,6 +49,7 @@ REPORTS: Final = {
     "B04": Report("sgl-project/sglang-jax#994", "two paths release the end of one request"),
     "B05": Report("LMCache/LMCache#993", "entries in use are evicted, then freed again"),
     "B07": Report("sgl-project/sglang#35501", "a slot with two users is free when one goes"),
+    "B10": Report("vllm-project/vllm#47728", "a page leaves by the position that was scheduled"),
     "B11": Report("sgl-project/mini-sglang#89", "pages are free while the next batch runs on them"),
     "B13": Report("NVIDIA/TensorRT-LLM#18095", "eviction cuts blocks that a request builds on"),
     "B14": Report("NVIDIA/TensorRT-LLM#17926", "a commit evicts the chain that it extends"),

@@ -87,7 +87,7 @@ CARD_FAULTS = (
         "            self.ladder.spill(self.gpu.budget_frames)\n"
         "            self.ladder.spill_spans(",
         "S03",
-        kinds=("fault",),
+        kinds=("law 17 (device order)",),
     ),
     CardFault(
         "a failed access leaves its mappings",
@@ -110,7 +110,7 @@ CARD_FAULTS = (
         "gpu/checks.py",
         "            if scratch.size_bytes >= size_bytes and self.passed(scratch):\n",
         "            if scratch.size_bytes >= size_bytes:\n",
-        kinds=("bytes", "device lost"),
+        kinds=("law 17 (device order)", "bytes", "device lost"),
     ),
     CardFault(
         "memory is written by a copy that nothing waits for",
