@@ -1,4 +1,5 @@
-"""What the bookkeeping itself costs: the null device, laws off, medians over repeats.
+"""What the bookkeeping itself costs: the null device, medians over repeats; laws off, but where it
+says so.
 
 Run by hand: `python tests/bench/bookkeeping.py [--json]`. Not a test: machines differ and are
 shared. Beside the figures stands how long a fixed piece of plain Python took in the same run, so
@@ -22,10 +23,13 @@ import numpy as np
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
 from kvstate.config import MIB
+from kvstate.device import Device
 from kvstate.gpu import NullDevice
+from kvstate.observe import observe
+from kvstate.order_device import ordered
 
 SEQUENCES, BLOCK = 256, 32
-REPEATS = 2000
+REPEATS, FEW = 2000, 20
 
 
 class Report(msgspec.Struct, frozen=True):
@@ -49,6 +53,16 @@ class Report(msgspec.Struct, frozen=True):
     """`probe_reuse` of a prompt of 512 tokens in blocks of 16, all but the last found."""
     create_hit_us: float
     """`create` with such a prompt."""
+    order_step_us: float
+    """`step_us` with the order check alone (`order=True`)."""
+    order_step_us_long: float
+    order_decode_step_us: float
+    order_suspend_us: float
+    order_resume_us: float
+    order_close_us: float
+    debug_step_us: float
+    """`step_us` with every check (`debug=True`), which looks at everything after every call."""
+    debug_decode_step_us: float
     reference_us: float
     """A fixed piece of plain Python, for comparing machines."""
 
@@ -60,7 +74,10 @@ def timed(call: Callable[[], object]) -> float:
     return (perf_counter_ns() - started) / 1000
 
 
-def opened(max_tokens: int, block: int = BLOCK, *, reuse: bool = True) -> Manager:
+def opened(
+    max_tokens: int, block: int = BLOCK, *, reuse: bool = True, order: bool = False,
+    device: Device | None = None,
+) -> Manager:  # fmt: skip
     config = Config(
         layers=[LayerSpec(kv_heads=8, head_dim=128, count=32)],
         gpu=GpuTier(budget_bytes=2_000_000 * 2 * MIB),
@@ -70,7 +87,7 @@ def opened(max_tokens: int, block: int = BLOCK, *, reuse: bool = True) -> Manage
         max_sequences=SEQUENCES,
         write_through="on_free" if reuse else "off",
     )
-    return Manager(config, NullDevice())
+    return Manager(config, device or NullDevice(), order=order)
 
 
 def running(kv: Manager, tokens: int) -> list[Sequence]:
@@ -84,21 +101,28 @@ def running(kv: Manager, tokens: int) -> list[Sequence]:
     return seqs
 
 
-def step(tokens: int, *, commit: bool = False, reuse: bool = True) -> float:
+def step(
+    tokens: int, *, commit: bool = False, reuse: bool = True, order: bool = False,
+    debug: bool = False,
+) -> float:  # fmt: skip
     """Median of one step and settle of all sequences."""
-    with opened(tokens + 2 * REPEATS, reuse=reuse) as kv:
+    device = ordered(NullDevice()) if debug else None
+    with opened(tokens + 2 * REPEATS, reuse=reuse, order=order, device=device) as kv:
         seqs = running(kv, tokens)
         batch, ids = kv.batch(seqs), np.arange(SEQUENCES, dtype=np.int32)
         if commit:
             for seq in seqs:
                 seq.commit(np.zeros(seq.length_tokens, np.int32))
 
+        if debug:
+            observe(kv, debug=True)
+
         def once() -> None:
             kv.settle(kv.step(batch))
             if commit:
                 kv.commit_each(batch, ids)
 
-        took = median(timed(once) for _ in range(REPEATS))
+        took = median(timed(once) for _ in range(FEW if debug else REPEATS))
         close(seqs)
         return took
 
@@ -108,11 +132,10 @@ def close(seqs: list[Sequence]) -> None:
         seq.close()
 
 
-def lifecycle() -> dict[str, float]:
-    """Medians of suspend, resume and close of a 20-block sequence, and of a growth over a
-    frame."""
+def lifecycle(*, order: bool = False) -> dict[str, float]:
+    """Medians of suspend, resume and close of a 20-block sequence."""
     times: dict[str, list[float]] = {"suspend_us": [], "resume_us": [], "close_us": []}
-    with opened(2048) as kv:
+    with opened(2048, order=order) as kv:
         for _ in range(REPEATS):
             seq = kv.create(max_tokens=2048)
             seq.resume()
@@ -122,7 +145,7 @@ def lifecycle() -> dict[str, float]:
             times["resume_us"].append(timed(seq.resume))
             kv.poll()
             times["close_us"].append(timed(seq.close))
-    return {name: median(values) for name, values in times.items()} | {"grow_us": grow()}
+    return {name: median(values) for name, values in times.items()}
 
 
 def grow() -> float:
@@ -179,14 +202,21 @@ def main() -> None:
         step_commit_us=step(1000, commit=True, reuse=False),
         decode_step_us=step(1000, commit=True),
         **lifecycle(),
+        grow_us=grow(),
         **lookup(),
+        order_step_us=step(1000, order=True),
+        order_step_us_long=step(100_000, order=True),
+        order_decode_step_us=step(1000, commit=True, order=True),
+        **{f"order_{name}": took for name, took in lifecycle(order=True).items()},
+        debug_step_us=step(1000, debug=True),
+        debug_decode_step_us=step(1000, commit=True, debug=True),
         reference_us=reference(),
     )
     if "--json" in sys.argv:
         print(msgspec.json.encode(report).decode())
     else:
         for name, value in msgspec.structs.asdict(report).items():
-            print(f"{name:16} {value:8.1f}")
+            print(f"{name:22} {value:8.1f}")
 
 
 if __name__ == "__main__":
