@@ -18,7 +18,9 @@ from attrs import frozen
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from kvstate import DeviceFault, LawViolation, Manager, Sequence
+from kvstate import DeviceFault, LawViolation, Manager, Sequence, trace
+from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.device import SEGMENT, CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.gpu import HostDevice, NullDevice
 from kvstate.order import Agent, Clock, Operation, Order, later
@@ -26,7 +28,7 @@ from kvstate.order_device import Ordered
 from kvstate.order_memory import Memory, Pieces, Runs, pieces
 from tests.conftest import FRAME, ROW, small
 from tests.corpus.apart import Apart
-from tests.corpus.case import Case, How
+from tests.corpus.case import Case, How, said
 from tests.corpus.cases import CASES
 from tests.test_planted import patched
 
@@ -452,7 +454,7 @@ def test_what_is_unmapped_under_a_copy_says_so(after: int) -> None:
 
 
 def test_memory_that_is_not_there_is_not_used() -> None:
-    for target, said in ((3, "write where nothing may be written"), (1, "not mapped")):
+    for target, message in ((3, "write where nothing may be written"), (1, "not mapped")):
         device = Ordered(NullDevice())
         base, host = device.device.reserve(8 * FRAME, FRAME), device.host_reserve(FRAME)
         frames = device.create(4, FRAME)
@@ -462,7 +464,7 @@ def test_memory_that_is_not_there_is_not_used() -> None:
         device.quiesce()
         if target == 1:
             run = CopyRun(host, base + FRAME, 2 * FRAME)
-        with pytest.raises(LawViolation, match=said):
+        with pytest.raises(LawViolation, match=message):
             device.copy(Direction.IN, [run])
 
 
@@ -671,6 +673,20 @@ def test_a_table_is_not_written_over_while_a_kernel_may_read_it(running: Run) ->
     device.publish(device.stream(), [2], [0], [0])
     with pytest.raises(LawViolation, match=r"WAR: publish .* entry 3 of the table, which verify"):
         device.publish(device.stream(), [3], [0], [0])
+
+
+def test_what_the_player_finds_by_itself_is_a_failure_like_any_other() -> None:
+    header = trace.Header(kvstate_trace=trace.VERSION, config=small())
+    player = Player(header, HostDevice())
+    for call in said(1, [1, 2, 3, 4]):
+        player.apply(call)
+    device: Any = player.device
+    rows = pieces([(base_of(player.known(1).seq), ROW)])
+    device.order.enter(Operation(device.agent(player.streams[1]), "kernel", writes=rows))
+    with pytest.raises(Broken, match="RAW: verify") as found:
+        player.apply(trace.Resize(seq=1, tokens=8))
+    assert found.value.kind == LAW
+    player.abandon()
 
 
 # Planted faults of the manager.

@@ -141,6 +141,8 @@ class Player:
         """Play one call; the call with what came of it. Raises Broken."""
         try:
             return self._apply(call)
+        except LawViolation as broken:
+            raise _violated(broken) from broken
         finally:
             if self.device.lost:
                 raise Broken(LOST, self.device.lost)
@@ -162,13 +164,10 @@ class Player:
             getattr(self, f"_{type(call).__name__.lower()}")(call)
         except Skip:
             return call
-        except LawViolation as broken:
-            law = broken.violations[0].partition(":")[0]
-            raise Broken(law, "; ".join(broken.violations)) from broken
+        except (Broken, LawViolation):
+            raise
         except KvStateError as raised:
             error = raised
-        except Broken:
-            raise
         except Exception as crash:
             raise _crash(crash) from crash
         finally:
@@ -203,6 +202,8 @@ class Player:
                 self.device.close()
         except Broken:
             raise
+        except LawViolation as broken:
+            raise _violated(broken) from broken
         except Exception as crash:
             raise _crash(crash) from crash
         self._check_faults()
@@ -549,6 +550,11 @@ def _adapter(adapter: int | str | None) -> Adapter:
     if isinstance(adapter, str) and adapter.startswith("hex:"):
         return bytes.fromhex(adapter[4:])
     return adapter
+
+
+def _violated(broken: LawViolation) -> Broken:
+    law = broken.violations[0].partition(":")[0]
+    return Broken(law, "; ".join(broken.violations))
 
 
 def _crash(crash: Exception) -> Broken:
