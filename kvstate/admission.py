@@ -398,7 +398,7 @@ class Admission(Stepping):
 
     def _sharing(self, seq: Sequence, match: Match) -> Sharing | None:
         """What of the match is mapped; nothing if a copy is faster and memory is plenty."""
-        sharing, share = self.spans.sharing(match.nodes), self.config.gpu.copy_share
+        sharing, share = self.spans.sharing(match.nodes, seq.max_tokens), self.config.gpu.copy_share
         if sharing is None or share == 1:
             return sharing
         mapped = self.arena.fitting(seq.extent_frames, (sharing.span.number, sharing.frames))

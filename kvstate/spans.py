@@ -129,17 +129,40 @@ class Spans:
 
     # Sharing.
 
-    def sharing(self, hits: list[Node]) -> Sharing | None:
-        """The longest beginning of these blocks that can be mapped. Changes nothing."""
+    def sharing(self, hits: list[Node], max_tokens: int) -> Sharing | None:
+        """The longest beginning of these blocks that a sequence of that length can map. Changes
+        nothing."""
         if self.mode == "off":
             return None
         for units in range(len(hits) // self.unit_blocks, 0, -1):
             blocks = units * self.unit_blocks
             span = self._backing(hits, blocks)
-            if span is not None:
+            if span is not None and self._leaves_room(span, units * self.unit_frames, max_tokens):
                 own = hits[self._blocks(span.end) : blocks]
                 return Sharing(span, units * self.unit_frames, blocks, own)
         return None
+
+    def _leaves_room(self, span: Span, frames: int, max_tokens: int) -> bool:
+        """Whether a sequence that maps so much of a span can still be finished when nothing else
+        runs, and so can all who map it now: they keep the whole span, what they do not map too."""
+        longer = max(0, frames - span.end)
+        kept = frames_of(_chain(span)) + longer
+        own = self.geometry.frames(max_tokens) - frames
+        return kept + own <= self.geometry.budget_frames and self._may_grow(span, longer)
+
+    def _may_grow(self, span: Span, longer: int) -> bool:
+        """Whether all who map the span could be finished if it were so much longer."""
+        if not longer:
+            return True
+        for range_ in span.holders.values():
+            inner, owner = range_.home_of, range_.owner
+            if inner is not None and not self._may_grow(inner, longer):
+                return False
+            own = 0 if owner is None else self.geometry.frames(owner.max_tokens) - range_.shared
+            kept = frames_of(_chain(span)) + longer
+            if owner is not None and kept + own > self.geometry.budget_frames:
+                return False
+        return True
 
     def _backing(self, hits: list[Node], blocks: int) -> Span | None:
         """The span that has these blocks, or can have them; one that is new is not entered yet."""
@@ -209,7 +232,9 @@ class Spans:
             return None
         first = len(range_.aliases.states)
         blocks = seq.committed_tokens // self.geometry.tokens_per_block
-        sharing = self.sharing([node for node in seq.nodes[:blocks] if node.findable])
+        sharing = self.sharing(
+            [node for node in seq.nodes[:blocks] if node.findable], seq.max_tokens
+        )
         if sharing is None or sharing.frames <= first or sharing.span.home is range_:
             return None
         low, high = self._blocks(first), sharing.blocks
@@ -264,6 +289,8 @@ class Spans:
         nodes = seq.nodes[first : max(first, last)]
         mine = next((at for at, node in enumerate(nodes) if node.owner is not seq), len(nodes))
         mine -= mine % self.unit_blocks
+        if not self._may_grow(span, self._frames(mine)):
+            return []
         return nodes[:mine] if self._full(seq, first, first + mine) else []
 
     def passing(self, passage: Passage | None) -> Operands:

@@ -403,3 +403,42 @@ def test_a_span_is_in_use_while_one_behind_it_is(open_manager: Open) -> None:
     first.rewind(3)
     assert wrong(kv, first, LONG[:3]) == 0
     assert kv.probe_reuse([*LONG, 1]) == 2
+
+
+def test_one_alone_can_be_finished_whatever_it_maps(open_manager: Open) -> None:
+    """Who maps the beginning of a span keeps all of it. Here that and the rest do not fit."""
+    kv = open_manager(slots=0, frames=4, spans="all")
+    said(kv, LONG).close()
+    assert kv.stats().frames["SPAN"] == 4
+    prompt = [*LONG[:12], *[0] * 4]
+    second = more(kv, prompt[:13])
+    go_on(kv, second, prompt)
+    assert wrong(kv, second, prompt) == 0
+
+
+def test_a_span_does_not_get_too_long_for_who_maps_it_when_its_owner_closes(
+    open_manager: Open,
+) -> None:
+    kv = open_manager(slots=0, frames=5, spans="all")
+    first = said(kv, LONG)
+    second = more(kv, [*LONG[:8], 0])
+    assert second.shared_tokens == 8
+    first.close()
+    assert kv.stats().frames["SPAN"] == 2
+    go_on(kv, second, [*LONG[:8], *[0] * 8])
+    assert wrong(kv, second, LONG[:8]) == 0
+
+
+def test_a_span_does_not_get_too_long_for_who_maps_it_by_who_maps_more(
+    open_manager: Open,
+) -> None:
+    kv = open_manager(slots=0, frames=5)
+    first = said(kv, LONG)
+    second = more(kv, [*LONG[:4], 0])
+    third = more(kv, [*LONG[:12], 0])
+    assert (second.shared_tokens, third.shared_tokens, third.matched_tokens) == (4, 8, 12)
+    kv.poll()
+    for seq in (first, third):
+        seq.close()
+    go_on(kv, second, [*LONG[:4], *[0] * 12])
+    assert wrong(kv, second, LONG[:4]) == 0
