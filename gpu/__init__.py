@@ -20,10 +20,11 @@ def open_device(
 
     `cuda` is the first CUDA device, `cuda:1` the second; `host` is real memory without a GPU,
     `null` keeps books and moves no bytes; `auto` is CUDA where it works, else the host. `streams`
-    says when work runs: `eager` (at once; on CUDA, as the device does), or `adversarial` (as late
-    and in as odd an order as `seed` and the order of streams and events allow; on CUDA, delayed by
-    kernels that only take time). On CUDA, what has not ended after waiting `limit_s` seconds is
-    taken for never to end; a simulated device knows at once.
+    says when work runs: `eager` (at once; on CUDA, as the device does), or late and in an odd order
+    that the order of streams and events allows: `latest`, `pct` or `adversarial`, see
+    `kvstate.gpu.streams` (on CUDA all three mean: delayed by kernels that only take time). On CUDA,
+    what has not ended after waiting `limit_s` seconds is taken for never to end; a simulated device
+    knows at once.
     """
     name, ordinal = named(kind)
     if name == "auto":

@@ -58,7 +58,7 @@ BATCH_FROM = 8
 BATCH_BYTES = 256 << 10
 """What a copy takes longer for than its own call does: from here on, calls hide behind copies."""
 SPINS = ((0.3, 200_000), (0.05, 4_000_000))
-"""With `streams="adversarial"`, how likely work is delayed, and by how many cycles at most: often
+"""Unless streams are eager, how likely work is delayed, and by how many cycles at most: often
 by up to 0.1 ms, now and then by up to 2 ms, which Python does not outrun."""
 
 
@@ -102,7 +102,7 @@ class CudaDevice(Books):
     def __init__(
         self, ordinal: int = 0, *, streams: str = "eager", seed: int = 0, limit_s: float = 60.0
     ) -> None:
-        """Open the device. With `streams="adversarial"` work is delayed now and then by a kernel
+        """Open the device. With any `streams` but `eager` work is delayed now and then by a kernel
         that only spins, so that what is not ordered runs in another order. What has not ended after
         `limit_s` seconds of waiting is taken for never to end.
         """
@@ -116,7 +116,7 @@ class CudaDevice(Books):
         self.api = driver.api
         self._property, self._access = self._memory_kind(ordinal)
         self.random = Random(seed)
-        self.adversarial = streams == "adversarial"
+        self.adversarial = streams != "eager"
         self.idle_events: deque[Any] = deque()
         self._events: list[Any] = []
         self._streams: list[int] = []
@@ -579,14 +579,15 @@ class CudaDevice(Books):
         return self.checker.verify(self.handle_of(stream), segments, most_bytes)
 
     def delay(self, stream: int) -> None:
-        """With adversarial streams, let the next work on the stream come late, now and then."""
+        """Unless streams are eager, let the next work on the stream come late, now and then."""
         for share, cycles in SPINS if self.adversarial else ():
             if self.random.random() < share:
                 self.kernels.spin(stream, self.random.randrange(cycles))
 
-    def schedule(self, seed: int) -> None:
+    def schedule(self, seed: int | None, preempt: int | None = None) -> None:
         """Decide from here on by this seed what is delayed."""
-        self.random.seed(seed)
+        if seed is not None:
+            self.random.seed(seed)
 
     def _launching(self, stream: Stream) -> None:
         self.driver.select()

@@ -40,9 +40,9 @@ class SimulatedDevice(Books, ABC):
         self._doomed: set[int] = set()
         """Copies that were told to fail."""
 
-    def schedule(self, seed: int) -> None:
-        """Decide from here on by this seed when pending work runs."""
-        self.streams.random.seed(seed)
+    def schedule(self, seed: int | None, preempt: int | None = None) -> None:
+        """See `ByteDevice`."""
+        self.streams.order.schedule(seed, preempt)
 
     def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
         """Make the next poll deliver exactly these ends, and those after it none, until None."""

@@ -1,8 +1,17 @@
 """Simulated streams: when issued work runs, and in which order.
 
-Eager: at once. Adversarial: at some later moment, in any order that the order inside streams and
-the events between them allow; which one is decided by a seed, so that a race is a failure that
-repeats. A copy reads its source when it runs, not when it was issued, as on a GPU.
+Eager: at once. All others run work at some later moment, in an order that the order inside streams
+and the events between them allow. *Adversarial* draws moment and order from a seed. *Latest* runs
+work only when somebody waits for it, and then no more than must run, the newest first. *Pct* gives
+every stream a priority, and the caller too: who is ready and has the highest goes on, so a stream
+runs at once, or late, or only when the caller waits; at a few given steps, drawn by whoever asks,
+the one that is about to go on is put behind the others. A fault that needs d such decisions is
+then met with a probability that can be stated: Burckhardt, Kothari, Musuvathi and Nagarakatte, "A
+Randomized Scheduler with Probabilistic Guarantees of Finding Bugs", ASPLOS 2010.
+
+All follow from a seed and the calls, so that a race is a failure that repeats. A copy reads its
+source when it runs, not when it was issued, as on a GPU. Rejected: to search all orders. A run of
+one hundred calls has too many, and the faults that were seen need one or two of these decisions.
 
 What this models: launch order within a stream, events between streams, work that runs late. What
 it does not: two pieces of work that run at the same time, or a kernel that is half done.
@@ -13,14 +22,17 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable
 from random import Random
-from typing import Final
+from typing import Final, Protocol
 
 from attrs import define, field
 
 from kvstate.errors import ConfigError
 from kvstate.spec.facts import Work
 
-MODES: Final = ("eager", "adversarial")
+MODES: Final = ("eager", "latest", "pct", "adversarial")
+"""The simplest first."""
+_CALLER: Final = -1
+"""As which stream the caller has a priority."""
 
 Runs = tuple[tuple[int, int], ...]
 
@@ -47,15 +59,123 @@ class SimulatedEvent:
     numbers: frozenset[int]
 
 
+class Order(Protocol):
+    """Decides when and in which order work runs that may run."""
+
+    def schedule(self, seed: int | None, preempt: int | None) -> None:
+        """Decide by this seed from here on, and preempt whoever takes that step, counted from
+        1."""
+
+    def most(self, pending: int) -> int:
+        """How many pieces of the pending work may run before the caller goes on."""
+
+    def only_needed(self) -> bool:
+        """Whether nothing runs while the caller waits but what it waits for."""
+
+    def choose(self, ready: list[Work], waiting: bool) -> Work | None:
+        """Which one runs next; None if the caller goes on, unless it is waiting."""
+
+
+class Adversarial:
+    """Any moment and any order. Often nothing runs, at times all that can; and who waits mostly
+    gets only what it waits for."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = Random(seed)
+
+    def schedule(self, seed: int | None, preempt: int | None) -> None:
+        """See `Order`."""
+        if seed is not None:
+            self.random.seed(seed)
+
+    def most(self, pending: int) -> int:
+        """See `Order`."""
+        return self.random.choice((0, 0, 0, 0, 0, 0, 1, 2, pending))
+
+    def only_needed(self) -> bool:
+        """See `Order`."""
+        return self.random.random() >= 0.25
+
+    def choose(self, ready: list[Work], waiting: bool) -> Work | None:
+        """See `Order`."""
+        return self.random.choice(ready)
+
+
+class Latest:
+    """As late as possible, the newest first."""
+
+    def schedule(self, seed: int | None, preempt: int | None) -> None:
+        """See `Order`."""
+
+    def most(self, pending: int) -> int:
+        """See `Order`."""
+        return 0
+
+    def only_needed(self) -> bool:
+        """See `Order`."""
+        return True
+
+    def choose(self, ready: list[Work], waiting: bool) -> Work | None:
+        """See `Order`."""
+        return max(ready, key=lambda work: work.number)
+
+
+class Pct:
+    """By priority. Those of streams that were not preempted yet are above all others, and depend
+    on nothing but seed and stream, so that a program that has lost calls still has the same."""
+
+    def __init__(self, seed: int) -> None:
+        self.seed, self.random = seed, Random(seed)
+        self.priorities: dict[int, float] = {}
+        self.preempts: list[int] = []
+        """Steps from here to each one at which somebody is preempted."""
+
+    def schedule(self, seed: int | None, preempt: int | None) -> None:
+        """See `Order`."""
+        if preempt is not None:
+            self.preempts.append(preempt)
+
+    def most(self, pending: int) -> int:
+        """See `Order`."""
+        return pending
+
+    def only_needed(self) -> bool:
+        """See `Order`."""
+        return False
+
+    def choose(self, ready: list[Work], waiting: bool) -> Work | None:
+        """See `Order`. Everybody's step counts, the caller's too."""
+        by_stream: dict[int, Work | None] = {work.stream: work for work in ready}
+        if not waiting:
+            by_stream[_CALLER] = None
+        self.preempts = [left - 1 for left in self.preempts]
+        for _ in range(self.preempts.count(0)):
+            self.priorities[max(by_stream, key=self._priority)] = self.random.random() - 1
+        self.preempts = [left for left in self.preempts if left]
+        return by_stream[max(by_stream, key=self._priority)]
+
+    def _priority(self, stream: int) -> float:
+        if stream not in self.priorities:
+            self.priorities[stream] = Random(f"{self.seed}/{stream}").random()
+        return self.priorities[stream]
+
+
+def order_of(mode: str, seed: int) -> Order:
+    """The order of a mode. Raises ConfigError if there is none of that name."""
+    if mode not in MODES:
+        raise ConfigError(f"there is no stream mode {mode!r}; choose one of {', '.join(MODES)}")
+    if mode == "adversarial":
+        return Adversarial(seed)
+    return Pct(seed) if mode == "pct" else Latest()
+
+
 class Streams:
     """Launches, orders and runs work. Deterministic for a seed and a sequence of calls."""
 
     def __init__(self, mode: str, seed: int) -> None:
-        if mode not in MODES:
-            raise ConfigError(f"there is no stream mode {mode!r}; choose one of {', '.join(MODES)}")
         self.mode = mode
+        self.order = order_of(mode, seed)
         self.eager = mode == "eager"
-        self.random = Random(seed)
         self.streams: list[SimulatedStream] = []
         self.pending: dict[int, tuple[Work, Callable[[], None]]] = {}
         self.never: set[int] = set()
@@ -105,20 +225,19 @@ class Streams:
             stream.barrier.add(number)
 
     def tick(self) -> None:
-        """Let some of the pending work run: often none, at times all that can."""
-        if self.mode == "eager":
+        """The caller goes on: let some of the pending work run before."""
+        if self.eager:
             self.drain()
         elif self.pending:
-            for _ in range(self.random.choice((0, 0, 0, 0, 0, 0, 1, 2, len(self.pending)))):
+            for _ in range(self.order.most(len(self.pending))):
                 if not self._run_one():
                     return
 
     def finish(self, number: int) -> bool:
-        """Run work until the work of that number has run: mostly only what it waits for, at times
-        anything, in any allowed order. False if it never will."""
-        needed = None if self.random.random() < 0.25 else self._needed(number)
+        """Run work until the work of that number has run. False if it never will."""
+        needed = self._needed(number) if self.order.only_needed() else None
         while number in self.pending:
-            if not self._run_one(needed):
+            if not self._run_one(needed, waiting=True):
                 return False
         return True
 
@@ -137,7 +256,7 @@ class Streams:
 
     def drain(self) -> bool:
         """Run everything that is pending. False if something never will."""
-        while self._run_one():
+        while self._run_one(waiting=True):
             pass
         return not self.pending
 
@@ -145,7 +264,7 @@ class Streams:
         """The pending work, in the order of its launch."""
         return tuple(work for work, _ in self.pending.values())
 
-    def _run_one(self, among: set[int] | None = None) -> bool:
+    def _run_one(self, among: set[int] | None = None, *, waiting: bool = False) -> bool:
         heads = [stream.queue[0] for stream in self.streams if stream.queue]
         ready = [
             work
@@ -154,9 +273,9 @@ class Streams:
             and work.number not in self.never
             and self.pending.keys().isdisjoint(work.waits)
         ]
-        if not ready:
+        work = self.order.choose(ready, waiting) if ready else None
+        if work is None:
             return False
-        work = self.random.choice(ready)
         self.streams[work.stream].queue.popleft()
         _, run = self.pending.pop(work.number)
         run()

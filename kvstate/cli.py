@@ -64,6 +64,18 @@ class Streams(StrEnum):
     """When simulated work runs."""
 
     EAGER = "eager"
+    LATEST = "latest"
+    PCT = "pct"
+    ADVERSARIAL = "adversarial"
+
+
+class Search(StrEnum):
+    """The same for a campaign, in which each episode may have its own."""
+
+    ANY = fuzzing.ANY
+    EAGER = "eager"
+    LATEST = "latest"
+    PCT = "pct"
     ADVERSARIAL = "adversarial"
 
 
@@ -105,7 +117,9 @@ def fuzz(
     seconds: Annotated[float, typer.Option(help="How long, if --calls does not say.")] = 60,
     calls: Annotated[int | None, typer.Option(help="How many calls, at least.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; new by default.")] = None,
-    streams: StreamsOption = Streams.ADVERSARIAL,
+    streams: Annotated[
+        Search, typer.Option(help="When simulated work runs; any: drawn for each episode.")
+    ] = Search.ANY,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     known: Annotated[
         list[Path] | None, typer.Option(help="Folders of traces to try first.")

@@ -240,8 +240,9 @@ class ByteDevice(Device, Protocol):
     def cancel_failures(self) -> None:
         """Forget planned failures; a copy that was issued to fail will still fail."""
 
-    def schedule(self, seed: int) -> None:
-        """Decide from here on by this seed when pending work runs, where work is simulated."""
+    def schedule(self, seed: int | None, preempt: int | None = None) -> None:
+        """Decide from here on by this seed when pending work runs, where work is simulated; and
+        preempt, if streams have priorities, whoever takes that step, counted from 1."""
 
     def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
         """Make the next poll deliver exactly these ends (number, success), and wait for them.

@@ -39,6 +39,8 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     config: Config
     device: str = "host"
     streams: str = "eager"
+    seed: Count = 0
+    """Of the device: what its schedule depends on before a call has a seed, and priorities."""
     strict: bool = True
     """Whether a replay must raise what the calls name. The programs of a fuzz name nothing."""
 
@@ -52,6 +54,10 @@ class Call(
     error: str | None = None
     seed: Count | None = None
     """Schedules the simulated device from this call on."""
+    preempt: Nth | None = None
+    """Whoever takes that step of the simulated device from this call on is put behind others,
+    where streams have priorities. Every piece of work is a step, and so is whatever is
+    launched."""
     fail: dict[str, Nth | list[Nth]] = {}
     """Which kinds of device calls are told to fail during this call, and which one of each, or
     which several."""

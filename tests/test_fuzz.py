@@ -19,6 +19,7 @@ from kvstate.campaign.shrink import shrink
 from kvstate.campaign.workers import run_workers
 from kvstate.cli import open_named
 from kvstate.gpu import HostDevice, NullDevice
+from kvstate.gpu.streams import MODES
 from kvstate.spec.laws import LAWS
 from tests.conftest import small
 
@@ -32,7 +33,7 @@ def tally(seed: int, count: int, device: fuzz.OpenDevice = HOST, streams: str = 
     return total
 
 
-@pytest.mark.parametrize("streams", ["eager", "adversarial"])
+@pytest.mark.parametrize("streams", [*MODES, fuzz.ANY])
 def test_the_same_seed_is_the_same_run(streams: str) -> None:
     first, second = tally(7, 6, streams=streams), tally(7, 6, streams=streams)
     assert first == second
@@ -40,7 +41,7 @@ def test_the_same_seed_is_the_same_run(streams: str) -> None:
     assert tally(8, 6, streams=streams).device_calls != first.device_calls
 
 
-@pytest.mark.parametrize("streams", ["eager", "adversarial"])
+@pytest.mark.parametrize("streams", ["eager", fuzz.ANY])
 def test_a_campaign_sees_everything_that_must_be_seen(streams: str) -> None:
     """Every row fired, every state reached, every law asked for, every refusal made."""
     total = Tally()

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from functools import partial
 from hashlib import blake2b
 from pathlib import Path
 from random import Random
@@ -19,18 +20,24 @@ from time import monotonic
 from typing import Final
 
 from attrs import define, field, frozen
+from msgspec.structs import replace
 
 from kvstate import trace
 from kvstate.campaign.model import Broken
 from kvstate.campaign.player import LOST, Player
 from kvstate.campaign.rules import draw, draw_config, draw_weights
-from kvstate.campaign.shrink import Program, shrink
+from kvstate.campaign.shrink import Program, shrink, shrink_schedule
 from kvstate.device import ByteDevice
 from kvstate.spec.compiled import row_key
 from kvstate.spec.coupling import TABLES
 from kvstate.spec.laws import LAWS
 
 EPISODE_CALLS: Final = 160
+ANY: Final = "any"
+"""Stands for one of `SEARCHED`, drawn for each episode."""
+SEARCHED: Final = ("adversarial", "latest", "pct")
+MOST_PREEMPTS: Final = 3
+"""Of an episode with priorities: the faults that were seen need one or two."""
 REFUSALS: Final = ("gate", "budget", "reserve", "limit", "addresses", "HostExhausted", "OutOfRows")
 ROWS: Final = tuple(row_key(table.name, row) for table in TABLES.values() for row in table.rows)
 STATES: Final = tuple(
@@ -98,21 +105,26 @@ class Tally:
 def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISODE_CALLS) -> Tally:
     """Play one episode. A failure is shrunk and is part of what comes back."""
     random = Random(seed)
-    device = open_device(streams, random.getrandbits(32))
+    streams = random.choice(SEARCHED) if streams == ANY else streams
+    device_seed = random.getrandbits(32)
+    device = open_device(streams, device_seed)
     header = trace.Header(
         kvstate_trace=trace.VERSION,
         config=draw_config(random, device.granularity_bytes),
         device=device.name,
         streams=streams,
+        seed=device_seed,
         strict=False,
     )
     weights = draw_weights(random)
+    preempts = draw_preempts(random, calls) if streams == "pct" else {}
     player = Player(header, device)
     program: Program = []
     tally = Tally(episodes=1)
     try:
         while len(program) < calls and player.kv.actor.fault is None:
             call = draw(player, random, weights)
+            call = replace(call, preempt=preempts.get(len(program)))
             program.append(call)
             player.apply(call)
         player.finish()
@@ -124,9 +136,15 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
     return tally
 
 
+def draw_preempts(random: Random, calls: int) -> dict[int, int]:
+    """At which calls somebody is preempted, and at which step from there."""
+    most = random.randint(0, MOST_PREEMPTS)
+    return {random.randrange(calls): random.randint(1, 8) for _ in range(most)}
+
+
 def play(header: trace.Header, program: Program, open_device: OpenDevice) -> Player:
     """Play a whole program on a fresh device. Raises Broken, with everything given back."""
-    player = Player(header, open_device(header.streams, 0))
+    player = Player(header, open_device(header.streams, header.seed))
     try:
         player.play(program)
     except BaseException:
@@ -153,7 +171,7 @@ def run(
     does the last.
     """
     total = Tally()
-    with closing(open_device(streams, 0)):
+    with closing(open_device("eager", 0)):
         for seed in seeds:
             if enough(total):
                 return
@@ -184,18 +202,22 @@ def save(failure: Failure, folder: Path) -> Path:
 def _shrunk(
     broken: Broken, header: trace.Header, program: Program, open_device: OpenDevice
 ) -> Failure:
-    """The shortest program that fails alike. A lost device cannot be opened again by a process."""
+    """The shortest program that fails alike, on the simplest schedule, which is looked for again
+    when there are fewer calls. A lost device cannot be opened again by a process."""
 
-    def fails(candidate: Program) -> bool:
+    def fails(header: trace.Header, candidate: Program) -> bool:
         try:
             play(header, candidate, open_device)
         except Broken as again:
             return again.kind == broken.kind
         return False
 
-    can_shrink = broken.kind != LOST and fails(program)
-    short = shrink(program, fails) if can_shrink else program
-    return Failure(broken.kind, broken.detail, header, short, len(program))
+    found_calls = len(program)
+    if broken.kind != LOST and fails(header, program):
+        header, program = shrink_schedule(header, program, fails)
+        program = shrink(program, partial(fails, header))
+        header, program = shrink_schedule(header, program, fails)
+    return Failure(broken.kind, broken.detail, header, program, found_calls)
 
 
 def _note(tally: Tally, player: Player) -> None:

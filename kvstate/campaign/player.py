@@ -152,8 +152,8 @@ class Player:
         self.rewound = isinstance(call, trace.Rewind)
         if self.last in self.seqs:
             self.head = self._head(self.seqs[self.last])
-        if call.seed is not None:
-            self.device.schedule(call.seed)
+        if call.seed is not None or call.preempt is not None:
+            self.device.schedule(call.seed, call.preempt)
         self.device.script(call.ended, call.failed)
         self._tell_failures(call)
         error: KvStateError | None = None
