@@ -41,6 +41,8 @@ class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     streams: str = "eager"
     seed: Count = 0
     """Of the device: what its schedule depends on before a call has a seed, and priorities."""
+    fair: bool = False
+    """Whether a replay then lets a fair engine finish all sequences, and asks the laws of that."""
     strict: bool = True
     """Whether a replay must raise what the calls name. The programs of a fuzz name nothing."""
 

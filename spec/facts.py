@@ -178,6 +178,31 @@ class Ledger:
 
 
 @frozen
+class Unfinished:
+    """A sequence that a fair engine did not bring to its end."""
+
+    uid: int
+    settled: int
+    max_tokens: int
+    refusals: Mapping[str, int]
+    """What was refused to it, and how often."""
+
+
+@frozen
+class FairRun:
+    """How far a fair engine came with all sequences that had been admitted."""
+
+    calls: int
+    most_calls: int
+    """How many it may need."""
+    left: tuple[Unfinished, ...]
+    resumed: Mapping[int, int]
+    """How often who was resumed since anybody has computed a token, by uid."""
+    most_resumes: int
+    """How often one may be."""
+
+
+@frozen
 class View:
     """Everything a law may look at: the manager's books, and the device's."""
 

@@ -5,8 +5,9 @@ the manager's books with one another and with the device's own ledger. Numbers a
 design; a number that is missing here belongs to a feature that is not here yet.
 
 An *always* law holds after every call. A *call* law compares before and after a call, a *change*
-law before and after one that failed. A *refusal* law says when a capacity error is right. An *end*
-law holds after the last close.
+law before and after one that failed. A *refusal* law says when a capacity error is right. A *fair*
+law says how far an engine comes that gives everybody a turn. An *end* law holds after the last
+close.
 """
 
 from __future__ import annotations
@@ -21,7 +22,15 @@ from attrs import evolve, frozen
 
 from kvstate.spec import frame, host, page, sequence
 from kvstate.spec import range as range_
-from kvstate.spec.facts import BlockFact, Ledger, RangeFact, SequenceFact, View, Work
+from kvstate.spec.facts import (
+    BlockFact,
+    FairRun,
+    Ledger,
+    RangeFact,
+    SequenceFact,
+    View,
+    Work,
+)
 from kvstate.spec.span_laws import (
     Memory,
     aliases_are_read_only,
@@ -80,7 +89,7 @@ def _law(number: int, name: str, kind: str, why: str) -> Callable[[Any], Any]:
 
 @cache
 def laws(kind: str) -> tuple[Law, ...]:
-    """The laws of one kind: `always`, `call`, `change`, `refusal` or `end`."""
+    """The laws of one kind: `always`, `call`, `change`, `refusal`, `fair` or `end`."""
     return tuple(law for law in LAWS if law.kind == kind)
 
 
@@ -440,6 +449,25 @@ def promises_hold(view: View) -> Iterator[str]:
     promised = sum(seq.promised for seq in view.sequences)
     if promised > had:
         yield f"{promised} frames were promised, {had} can be had"
+
+
+@_law(12, "livelock", "fair", "nobody goes and comes again without a token computed in between")
+def nobody_circles(run: FairRun) -> Iterator[str]:
+    """A sequence that is resumed gets to compute, or somebody else does, before it must go."""
+    for uid, times in run.resumed.items():
+        if times > run.most_resumes:
+            yield f"sequence {uid} was resumed {times} times, and nobody has computed a token"
+
+
+@_law(12, "starvation", "fair", "whoever was admitted can be finished, whatever state it is in")
+def all_finish(run: FairRun) -> Iterator[str]:
+    """An engine that serves the oldest first, and makes room with the youngest, ends with all."""
+    for seq in run.left:
+        refusals = ", ".join(f"{place} {times}" for place, times in seq.refusals.items())
+        yield (
+            f"sequence {seq.uid} has {seq.settled} of {seq.max_tokens} tokens after {run.calls} "
+            f"calls, of {run.most_calls} that may be needed; refused: {refusals or 'nothing'}"
+        )
 
 
 @_law(16, "counters are sums", "always", "a number beside a state agrees with the states")

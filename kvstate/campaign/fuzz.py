@@ -25,6 +25,7 @@ from msgspec.structs import replace
 from kvstate import trace
 from kvstate.campaign.model import Broken
 from kvstate.campaign.player import LOST, Player
+from kvstate.campaign.progress import finish_fairly
 from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.campaign.shrink import Program, shrink, shrink_schedule
 from kvstate.device import ByteDevice
@@ -36,6 +37,10 @@ EPISODE_CALLS: Final = 160
 ANY: Final = "any"
 """Stands for one of `SEARCHED`, drawn for each episode."""
 SEARCHED: Final = ("adversarial", "latest", "pct")
+FAIR_SHARE: Final = 0.4
+"""How many episodes end with a fair engine."""
+CUT_SHARE: Final = 0.5
+"""How many of those end before their time, where something has just been refused."""
 MOST_PREEMPTS: Final = 3
 """Of an episode with priorities: the faults that were seen need one or two."""
 REFUSALS: Final = ("gate", "budget", "reserve", "limit", "addresses", "HostExhausted", "OutOfRows")
@@ -114,8 +119,10 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
         device=device.name,
         streams=streams,
         seed=device_seed,
+        fair=random.random() < FAIR_SHARE,
         strict=False,
     )
+    cut = random.randrange(calls) if header.fair and random.random() < CUT_SHARE else calls
     weights = draw_weights(random)
     preempts = draw_preempts(random, calls) if streams == "pct" else {}
     player = Player(header, device)
@@ -126,14 +133,24 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
             call = draw(player, random, weights)
             call = replace(call, preempt=preempts.get(len(program)))
             program.append(call)
+            refused = player.refused.total()
             player.apply(call)
-        player.finish()
+            if len(program) > cut and player.refused.total() > refused:
+                break
+        end(player, header)
     except Broken as broken:
         player.abandon()
         tally.failures.append(_shrunk(broken, header, program, open_device))
     tally.calls = len(program)
     _note(tally, player)
     return tally
+
+
+def end(player: Player, header: trace.Header) -> None:
+    """The end of an episode. Raises Broken."""
+    if header.fair:
+        finish_fairly(player)
+    player.finish()
 
 
 def draw_preempts(random: Random, calls: int) -> dict[int, int]:
@@ -146,7 +163,9 @@ def play(header: trace.Header, program: Program, open_device: OpenDevice) -> Pla
     """Play a whole program on a fresh device. Raises Broken, with everything given back."""
     player = Player(header, open_device(header.streams, header.seed))
     try:
-        player.play(program)
+        for call in program:
+            player.apply(call)
+        end(player, header)
     except BaseException:
         player.abandon()
         raise

@@ -455,6 +455,33 @@ FAULTS = (
         "B67",
     ),
     Fault(
+        "a sequence that could never run is let in",
+        "kvstate/admission.py",
+        "        if frames > self.gpu.budget_frames:\n",
+        "        if frames > 2 * self.gpu.budget_frames:\n",
+        "B140",
+    ),
+    Fault(
+        "the protected share is kept from one that runs alone",
+        "kvstate/spans.py",
+        "        return 0 if alone else self.protected_frames\n",
+        "        return self.protected_frames\n",
+        "S10",
+    ),
+    Fault(
+        "a sequence maps a span that it cannot be finished beside",
+        "kvstate/spans.py",
+        "        return kept + own <= self.geometry.budget_frames and",
+        "        return True or",
+    ),
+    Fault(
+        "whatever comes back from the host is taken for failed",
+        "kvstate/flight.py",
+        "        seq, shared = transfer.seq, transfer.keeps or transfer.onboards\n        plan",
+        "        seq, shared = transfer.seq, transfer.keeps or transfer.onboards\n"
+        "        ok = ok and not transfer.inward\n        plan",
+    ),
+    Fault(
         "a promise is not counted by who grows",
         "kvstate/core.py",
         "        self._check_promises(what, uses)\n",
