@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import ctypes
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 from attrs import frozen
@@ -85,8 +85,10 @@ class _Export:
         self.view, self.__array_interface__ = view, interface
 
 
-_EXPORTS: Final[WeakSet[_Export]] = WeakSet()
-"""Everything that consumers hold. Entries go by themselves, on whatever thread lets go."""
+_EXPORTS: Final[set[ref[_Export]]] = set()
+"""Everything that consumers hold. Entries go by themselves, on whatever thread lets go: in one step
+each, and whoever counts them copies the set in one step too. A WeakSet lets an entry go between the
+question whether somebody looks and the removal, and then fails in who looks."""
 
 
 class Stay(NamedTuple):
@@ -193,7 +195,7 @@ class TensorView:
         options: dict[str, Any] = {"max_version": max_version} if _TAKES_VERSION else {}
         capsule: Any = np.asarray(export).__dlpack__(**options)
         self._name(capsule)
-        _EXPORTS.add(export)
+        _EXPORTS.add(ref(export, _EXPORTS.discard))
         return capsule
 
     def _name(self, capsule: object) -> None:
@@ -270,4 +272,5 @@ def tensors_held(seq: Sequence) -> int:
     O(tensors held of all sequences).
     """
     now = Stay.of(seq)
-    return sum(export.view._stay == now for export in _EXPORTS)
+    held = [export() for export in tuple(_EXPORTS)]
+    return sum(export is not None and export.view._stay == now for export in held)
