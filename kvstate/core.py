@@ -32,6 +32,7 @@ from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Sequence
 from kvstate.spans import Spans
 from kvstate.spec.compiled import ObjectEvent
+from kvstate.threads import Owner
 from kvstate.tiers import FrameBudget, HostSlots
 
 log = logging.getLogger("kvstate")
@@ -43,6 +44,9 @@ _ROUNDS: Final = 4
 
 class Core:
     """The books, and what calls do with them before and after their own work."""
+
+    owner: Owner | None = None
+    """The only thread that may call, if somebody looks."""
 
     def __init__(self, config: Config, device: Device) -> None:
         self.config, self.device = config, device

@@ -29,6 +29,7 @@ from kvstate.blocks import Medium, Node
 from kvstate.errors import TraceError
 from kvstate.index import Index
 from kvstate.keys import Adapter
+from kvstate.threads import Owner
 
 Number = Annotated[int, Meta(ge=0)]
 NUMBER_BYTES: Final = 8
@@ -108,7 +109,13 @@ class Publisher:
 
     Stores that follow each other down a chain are one event; so are removals from one tier. Costs
     the digest of each block, once, whether anybody drains or not.
+
+    It belongs to the thread of its manager. Batches that were drained change no more: encode and
+    send them on any thread.
     """
+
+    owner: Owner | None = None
+    """The only thread that may call, if somebody looks."""
 
     def __init__(
         self, index: Index, rank: int | None = None, most_events: int | None = None
@@ -121,6 +128,7 @@ class Publisher:
 
     def close(self) -> None:
         """Hear nothing more. What was not drained can still be."""
+        self._check("close")
         if self in self.index.listeners:
             self.index.listeners.remove(self)
 
@@ -155,6 +163,7 @@ class Publisher:
     def drain(self, ts: float | None = None) -> list[Numbered]:
         """The batches since the last drain: none if nothing happened; several if there are more
         than `most_events` events. `ts` is the caller's time."""
+        self._check("drain")
         events, self._events = self._events, []
         size, batches = self.most_events or max(1, len(events)), []
         for at in range(0, len(events), size):
@@ -163,6 +172,10 @@ class Publisher:
             batches.append(Numbered(self.number, batch))
             self.number += 1
         return batches
+
+    def _check(self, call: str) -> None:
+        if self.owner is not None:
+            self.owner.check("the events", call, "OPEN")
 
 
 def _continues(last: Event | None, parent: bytes | None, medium: Medium) -> bool:

@@ -36,6 +36,7 @@ from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
+from kvstate.threads import own
 
 log = logging.getLogger("kvstate")
 
@@ -64,9 +65,10 @@ class Manager(Rewinding):
     ) -> None:
         """Reserve addresses and host memory; frames are allocated when they are needed.
 
-        With `debug`, every law is checked after every call, and freed memory is overwritten; with
-        `order`, only that whatever touches the same bytes is ordered (law 17). Either way `device`
-        is then a wrapper around the one given: record events on that.
+        With `debug`, every law is checked after every call, freed memory is overwritten, and a call
+        from another thread is refused; with `order`, only that whatever touches the same bytes is
+        ordered (law 17). Either way `device` is then a wrapper around the one given: record events
+        on that.
         `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
         file's `write` will do.
         """
@@ -81,6 +83,8 @@ class Manager(Rewinding):
             from kvstate.observe import observe
 
             observe(self, debug=debug, record=record)
+        if debug:
+            own(self)
 
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:
         """An ACTIVE sequence of that length with undefined bytes: for warm-up and graph
@@ -388,7 +392,9 @@ class Manager(Rewinding):
 
         `drain` the events at any time; see `kvstate.events`. Costs the digest of every block.
         """
-        return Publisher(self.reuse.index, rank, most_events)
+        publisher = Publisher(self.reuse.index, rank, most_events)
+        publisher.owner = self.owner
+        return publisher
 
     def stats(self) -> Stats:
         """A snapshot of states, charges, refusals and device calls. O(sequences and ranges)."""

@@ -383,11 +383,13 @@ class Batch:
 
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the batch. O(batch)."""
+        _check_thread(seq, "add")
         self.members[seq] = seq.row
         self._changed()
 
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out. O(batch)."""
+        _check_thread(seq, "remove")
         del self.members[seq]
         self._changed()
 
@@ -412,6 +414,11 @@ class Batch:
         self.named = self.mask.astype(np.bool_)
         self._tokens = None
         self.version = self.commit_version = -1
+
+
+def _check_thread(seq: Sequence, call: str) -> None:
+    if seq.kv.owner is not None:
+        seq.kv.owner.check("a batch", call, seq.state_name)
 
 
 class Step:

@@ -227,6 +227,9 @@ class TensorView:
         return self._interface()
 
     def _check_alive(self) -> None:
+        owner = self.seq.kv.owner
+        if owner is not None:
+            owner.check(self, "export", self.seq.state_name)
         ended = self.ended
         if ended is not None:
             raise DeadView(str(self), ended)

@@ -30,6 +30,7 @@ from kvstate.errors import ConfigError, DeviceError
 from kvstate.gpu import open_device, pinned
 from kvstate.gpu.driver import Driver
 from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, relative, segments
+from tests.interleave import Job, interleavings
 
 pytestmark = pytest.mark.gpu
 OUT, IN = Direction.OUT, Direction.IN
@@ -529,3 +530,17 @@ def test_a_manager_of_an_8b_shape_moves_a_sequence_out_and_in(driver: Driver) ->
         assert list(check.wrong) == [0]
         assert check.size_bytes == 4000 * (128 << 10)
     assert device.ledger().empty
+
+
+def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
+    """While the device takes one from the pool: none is lost, and none is handed out twice."""
+    device, held = inside(cuda), list[Any]()
+
+    def make() -> list[Job]:
+        held[:] = [device.record(None)]
+        return [partial(device.record, None), held.clear]
+
+    for run in interleavings(make, ("gpu/cuda.py",), 2):
+        assert run.errors == {}
+        handles = [int(handle) for handle in (run.results.pop(0).handle, *device.idle_events)]
+        assert sorted(handles) == sorted(int(handle) for handle in device._events)
