@@ -132,8 +132,8 @@ def test_it_belongs_to_whoever_made_it() -> None:
     assert elsewhere(lambda: made.append(Manager(small(), HostDevice(), debug=True))) is None
     with pytest.raises(IllegalTransition, match="belongs to thread 'scheduler', and 'MainThread'"):
         made[0].poll()
-    made[0].closed = True
-    made[0].device.close()
+    made[0].owner.thread = threading.current_thread()  # type: ignore[attr-defined]
+    made[0].close()
 
 
 # The interleavings themselves.
