@@ -48,11 +48,9 @@ class Life:
             self._fire(_CALL)
 
     def poison(self, why: str) -> None:
-        """From now on it refuses work."""
-        if self.closed:
-            return
-        self._fire(_POISON)
-        if self.fault is None:
+        """From now on it refuses work. If it does so already, the first reason stays."""
+        if _POISON.decide(self) is not None:
+            self._fire(_POISON)
             self.fault = why
             log.error("the manager is poisoned: %s", why)
 

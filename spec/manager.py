@@ -27,7 +27,6 @@ MANAGER: Final = Table(
     rows=(
         Row("call", OPEN, OPEN, "a public call begins"),
         Row("poison", OPEN, POISONED, "a device fault: nobody knows what is held, or what will be"),
-        Row("poison", POISONED, POISONED, "another one; the first reason stays"),
         Row("close", OPEN, CLOSED, "everything is given back, in order"),
         Row("close", POISONED, CLOSED, "the device gives back what nothing in flight can read"),
     ),
