@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import pytest
 
 from kvstate import Manager, Sequence
+from kvstate.device import ByteDevice
 from kvstate.errors import ConfigError
 from kvstate.gpu import HostDevice
 from tests.conftest import Open, small
@@ -156,8 +159,7 @@ def test_what_was_retained_is_scrubbed_when_it_is_given_up(
     """Isolation, law 23: until then it may be read by its own tenant alone."""
     kv = left(open_manager, scrub=True, frames=4)
     first, size = kv.arena.ranges[1].base, 2 * kv.geometry.frame_bytes
-    device = kv.device
-    assert isinstance(device, HostDevice)
+    device = cast("ByteDevice", kv.device)
     assert len(set(device.peek(first, size))) > 2
     seq = kv.create(max_tokens=16)
     seq.resume()

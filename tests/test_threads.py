@@ -99,7 +99,7 @@ def there(open_manager: Open) -> tuple[Manager, Any, Any, Any]:
 
 def test_every_public_call_is_tried() -> None:
     public = {name for name in dir(Manager) if not name.startswith("_")}
-    assert public - {"owner"} == CALLS.keys()
+    assert {name for name in public if callable(getattr(Manager, name))} == CALLS.keys()
 
 
 @pytest.mark.parametrize("name", [*CALLS, *HANDLES])
@@ -132,7 +132,8 @@ def test_it_belongs_to_whoever_made_it() -> None:
     assert elsewhere(lambda: made.append(Manager(small(), HostDevice(), debug=True))) is None
     with pytest.raises(IllegalTransition, match="belongs to thread 'scheduler', and 'MainThread'"):
         made[0].poll()
-    made[0].owner.thread = threading.current_thread()  # type: ignore[attr-defined]
+    assert made[0].owner is not None
+    made[0].owner.thread = threading.current_thread()
     made[0].close()
 
 
