@@ -397,8 +397,10 @@ class Admission(Stepping):
         return self.geometry.frames(seq.max_tokens) - (0 if sharing is None else sharing.frames)
 
     def _sharing(self, seq: Sequence, match: Match) -> Sharing | None:
-        """What of the match is mapped; nothing if a copy is faster and memory is plenty."""
-        sharing, share = self.spans.sharing(match.nodes, seq.max_tokens), self.config.gpu.copy_share
+        """What of the match is mapped; nothing if a copy is faster and memory is plenty. One that
+        begins alone can be finished beside it."""
+        alone = seq.max_tokens if not self.columns.states.count(ACTIVE.code) else None
+        sharing, share = self.spans.sharing(match.nodes, alone), self.config.gpu.copy_share
         if sharing is None or share == 1:
             return sharing
         mapped = self.arena.fitting(seq.extent_frames, (sharing.span.number, sharing.frames))

@@ -129,40 +129,27 @@ class Spans:
 
     # Sharing.
 
-    def sharing(self, hits: list[Node], max_tokens: int) -> Sharing | None:
-        """The longest beginning of these blocks that a sequence of that length can map. Changes
-        nothing."""
+    def sharing(self, hits: list[Node], alone_tokens: int | None = None) -> Sharing | None:
+        """The longest beginning of these blocks that can be mapped. Changes nothing.
+
+        With `alone_tokens`, only what leaves a sequence of that length room to be finished when
+        nothing else runs: it keeps the whole span, what it does not map too.
+        """
         if self.mode == "off":
             return None
         for units in range(len(hits) // self.unit_blocks, 0, -1):
-            blocks = units * self.unit_blocks
+            blocks, frames = units * self.unit_blocks, units * self.unit_frames
             span = self._backing(hits, blocks)
-            if span is not None and self._leaves_room(span, units * self.unit_frames, max_tokens):
+            if span is not None and self._leaves_room(span, frames, alone_tokens):
                 own = hits[self._blocks(span.end) : blocks]
-                return Sharing(span, units * self.unit_frames, blocks, own)
+                return Sharing(span, frames, blocks, own)
         return None
 
-    def _leaves_room(self, span: Span, frames: int, max_tokens: int) -> bool:
-        """Whether a sequence that maps so much of a span can still be finished when nothing else
-        runs, and so can all who map it now: they keep the whole span, what they do not map too."""
-        longer = max(0, frames - span.end)
-        kept = frames_of(_chain(span)) + longer
-        own = self.geometry.frames(max_tokens) - frames
-        return kept + own <= self.geometry.budget_frames and self._may_grow(span, longer)
-
-    def _may_grow(self, span: Span, longer: int) -> bool:
-        """Whether all who map the span could be finished if it were so much longer."""
-        if not longer:
+    def _leaves_room(self, span: Span, frames: int, alone_tokens: int | None) -> bool:
+        if alone_tokens is None:
             return True
-        for range_ in span.holders.values():
-            inner, owner = range_.home_of, range_.owner
-            if inner is not None and not self._may_grow(inner, longer):
-                return False
-            own = 0 if owner is None else self.geometry.frames(owner.max_tokens) - range_.shared
-            kept = frames_of(_chain(span)) + longer
-            if owner is not None and kept + own > self.geometry.budget_frames:
-                return False
-        return True
+        kept = frames_of(_chain(span)) + max(0, frames - span.end)
+        return kept + self.geometry.frames(alone_tokens) - frames <= self.geometry.budget_frames
 
     def _backing(self, hits: list[Node], blocks: int) -> Span | None:
         """The span that has these blocks, or can have them; one that is new is not entered yet."""
@@ -289,8 +276,6 @@ class Spans:
         nodes = seq.nodes[first : max(first, last)]
         mine = next((at for at, node in enumerate(nodes) if node.owner is not seq), len(nodes))
         mine -= mine % self.unit_blocks
-        if not self._may_grow(span, self._frames(mine)):
-            return []
         return nodes[:mine] if self._full(seq, first, first + mine) else []
 
     def passing(self, passage: Passage | None) -> Operands:

@@ -4,16 +4,18 @@ A refusal may be right, every one of them, and still nobody gets on: law 12 asks
 whether there was room, and cannot see that the same two sequences push each other out for ever, or
 that one was let in that nothing can finish. So an engine that does all it can plays on from there:
 it settles what is in flight, serves the oldest first, makes room by suspending the youngest, or
-dropping it if the host is full, and closes whoever has all its tokens. No device call is told to
-fail any more.
+dropping it if the host is full, and closes whoever has all its tokens. The only one that runs has
+to go too if it is refused: what begins alone maps nothing that it cannot be finished beside. No
+device call is told to fail any more.
 
 **The bound.** Of n sequences each computes its tokens in at most p parts. In a turn in which
 anybody runs, the oldest of them computes one, since only the youngest make room. One that runs
 while an older one waits may have to begin again when that one comes, once; after that it comes when
 all older ones run or are done. A copy that was told to fail before may cost each of them a turn
-more. That is n (2 p + 1) turns, of at most 6 n + 2 calls each: a poll, a settle, and for each
-sequence a resume, a step, a suspend, a drop, a commit and a close. An engine that could do nothing
-at all in a few turns stops before: its calls would be the same again.
+more, and so may a beginning that others have made too long. That is n (2 p + 2) turns, of at most
+6 n + 2 calls each: a poll, a settle, and for each sequence a resume, a step, a suspend, a drop, a
+commit and a close. An engine that could do nothing at all in a few turns stops before: its calls
+would be the same again.
 
 Rejected: to play the beginning of an episode again on another device, and to go on there. The same
 states are reached by episodes that end where something was refused, for nothing.
@@ -55,7 +57,7 @@ def finish_fairly(player: Player) -> None:
 
 def most_calls(sequences: int, steps: int = 0) -> int:
     """How many calls a fair engine may need for that many sequences, and steps in flight."""
-    turns = sequences * (2 * PARTS + 1) + IDLE_TURNS
+    turns = sequences * (2 * PARTS + 2) + IDLE_TURNS
     return steps + turns * (6 * sequences + 2)
 
 
@@ -129,8 +131,6 @@ class Fair:
             step = trace.Step(step=0, seqs=running, tokens=[self._part(name) for name in running])
             if not self._do(step, running[-1]):
                 break
-            if len(running) == 1:
-                return []
             self._preempt(running.pop())
         return running
 

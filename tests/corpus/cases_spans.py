@@ -81,7 +81,7 @@ SPANS: Final = (
             "a probe makes its span the latest",
             "kvstate/admission.py",
             "        return self._tokens(found)\n",
-            "        sharing = self.spans.sharing(found.nodes, 1)\n"
+            "        sharing = self.spans.sharing(found.nodes)\n"
             "        sharing and self.spans.touch(sharing.span)\n"
             "        return self._tokens(found)\n",
             "S08",

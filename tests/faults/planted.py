@@ -471,8 +471,8 @@ FAULTS = (
     Fault(
         "a sequence maps a span that it cannot be finished beside",
         "kvstate/spans.py",
-        "        return kept + own <= self.geometry.budget_frames and",
-        "        return True or",
+        "        if alone_tokens is None:\n",
+        "        if span is not None:\n",
     ),
     Fault(
         "whatever comes back from the host is taken for failed",
