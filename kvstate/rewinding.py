@@ -143,7 +143,7 @@ class Rewinding(Admission):
             if not node.findable or node.edition != edition:
                 break
             same.append(node)
-        return self.spans.sharing(same, seq.max_tokens)
+        return self.spans.sharing(same)
 
     def _left_behind(self, seq: Sequence, passage: Passage | None) -> None:
         """Whatever was planned is about to be settled: the span that the sequence leaves to others

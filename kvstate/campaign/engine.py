@@ -104,6 +104,8 @@ class Running:
     """Tokens whose ids are known: the prompt, and what was generated before a drop."""
     checked: bool = True
     """Its bytes were read back since they were copied last."""
+    alone: bool = False
+    """Nothing else ran when it began, so nothing that others do can be in its way."""
 
 
 @define
@@ -241,7 +243,7 @@ class Engine:
             if not self.running:
                 raise
             return False
-        transfer = one.seq.transfer
+        transfer, one.alone = one.seq.transfer, not self.running
         one.checked = transfer is None
         fresh = not one.story.settled
         if fresh:
@@ -268,9 +270,11 @@ class Engine:
                 step = self.kv.step(self.batch, counts)
                 break
             except OutOfFrames:
-                if len(self.running) == 1:
+                if self.running[-1].alone:
                     raise
                 self._preempt(self.running[-1])
+                if not self.running:
+                    return  # it begins again alone, and maps only what leaves it room
         self._launch(counts)
         self.device.synchronize(self.stream)
         self.kv.settle(step)

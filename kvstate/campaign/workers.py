@@ -31,6 +31,7 @@ def run_workers(
     An interrupt ends it early, with what there is.
     """
     total = Tally()
+    _hush()
 
     def add(done: Tally) -> None:
         total.add(done)
@@ -84,10 +85,15 @@ def _work(
     seed: int, worker: int, open_device: OpenDevice, streams: str, stop: Event, done: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger("kvstate").setLevel(logging.ERROR)
+    _hush()
     enough = partial(_stopped, stop)
     run(episodes(seed, worker), open_device, streams, enough, done.put)
 
 
 def _stopped(stop: Event, _: Tally) -> bool:
     return stop.is_set()
+
+
+def _hush() -> None:
+    """What is told to fail is no news."""
+    logging.getLogger("kvstate").setLevel(logging.CRITICAL)
