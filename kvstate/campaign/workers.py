@@ -30,8 +30,9 @@ def run_workers(
 
     An interrupt ends it early, with what there is.
     """
-    total = Tally()
-    _hush()
+    total, log = Tally(), logging.getLogger("kvstate")
+    before = log.level
+    log.setLevel(logging.CRITICAL)  # what is told to fail is no news
 
     def add(done: Tally) -> None:
         total.add(done)
@@ -44,6 +45,8 @@ def run_workers(
             _run_many(seed, workers, open_device, streams, lambda: enough(total), add)
     except KeyboardInterrupt:
         pass
+    finally:
+        log.setLevel(before)
     return total
 
 
@@ -85,15 +88,10 @@ def _work(
     seed: int, worker: int, open_device: OpenDevice, streams: str, stop: Event, done: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    _hush()
+    logging.getLogger("kvstate").setLevel(logging.CRITICAL)
     enough = partial(_stopped, stop)
     run(episodes(seed, worker), open_device, streams, enough, done.put)
 
 
 def _stopped(stop: Event, _: Tally) -> bool:
     return stop.is_set()
-
-
-def _hush() -> None:
-    """What is told to fail is no news."""
-    logging.getLogger("kvstate").setLevel(logging.CRITICAL)
