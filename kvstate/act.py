@@ -36,7 +36,7 @@ class Actor:
         handlers: dict[str, Callable[[Plan, list[Act], Undo], None]] = {
             "create": self._create,
             "release": self._release,
-            "alias": self._alias,
+            "alias": self._map,
             "remap": self._remap,
             "map": self._map,
             "unmap": self._unmap,
@@ -65,8 +65,8 @@ class Actor:
             raise
 
     def _run_all(self, plan: Plan, undo: Undo) -> None:
-        for action, handler in self._handlers.items():
-            acts = [act for act in plan.acts if act[0].action == action]
+        for handler in dict.fromkeys(self._handlers.values()):
+            acts = [act for act in plan.acts if self._handlers[act[0].action or ""] == handler]
             if acts:
                 handler(plan, acts, undo)
 
@@ -113,26 +113,22 @@ class Actor:
             self.device.release(cells.ids[low:high])
 
     def _map(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
-        """Map frames behind those that their ranges have, all in one call."""
+        """Map frames behind those that their ranges have, and frames of spans once more, so that
+        nobody can write them there: all in one call."""
         runs: list[MapRun] = []
         frontier: dict[int, int] = {}
         for _, cells, low, high, into in acts:
+            if into is None:
+                frames = cells.owner.span.ids(high)[low:]
+                runs.append(MapRun(self._address(cells, low), frames, read_only=True))
+                continue
             assert isinstance(cells, Frames)
-            assert into is not None
             at = frontier.get(id(into), len(into.ids))
             runs.append(MapRun(self._address(into, at), cells.ids[low:high]))
             frontier[id(into)] = at + high - low
-        self._map_runs(runs, undo)
-
-    def _alias(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
-        """Map frames of spans once more, so that nobody can write them there."""
-        self._map_runs(
-            [
-                MapRun(self._address(cells, low), cells.owner.span.ids(high)[low:], read_only=True)
-                for _, cells, low, high, _ in acts
-            ],
-            undo,
-        )
+        self.device.map(runs)
+        mapped = [UnmapRun(run.address, len(run.frames)) for run in runs]
+        undo.append(partial(self._unmap_again, mapped))
 
     def _remap(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         """Unmap frames and map a span's in their place; if that fails, the old ones again."""
@@ -157,11 +153,6 @@ class Actor:
             self.device.unmap([UnmapRun(address, len(frames))])
         except DeviceError as error:
             raise DeviceFault(f"scrub failed, the manager is poisoned: {error}") from error
-
-    def _map_runs(self, runs: list[MapRun], undo: Undo) -> None:
-        self.device.map(runs)
-        mapped = [UnmapRun(run.address, len(run.frames)) for run in runs]
-        undo.append(partial(self._unmap_again, mapped))
 
     def _address(self, cells: Cells, ordinal: int) -> int:
         """Where a frame of a range or of a span is mapped."""

@@ -288,8 +288,8 @@ FAULTS = (
     Fault(
         "an alias is mapped so that it can be written",
         "kvstate/act.py",
-        "cells.owner.span.ids(high)[low:], read_only=True)",
-        "cells.owner.span.ids(high)[low:])",
+        "MapRun(self._address(cells, low), frames, read_only=True)",
+        "MapRun(self._address(cells, low), frames)",
         "B116",
     ),
     Fault(
