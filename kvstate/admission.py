@@ -355,7 +355,7 @@ class Admission(Stepping):
         self._check_gate(seq, tokens, sharing)
         range_, parked, frames = self._range_for(seq, tokens, sharing, self._sources(match, copied))
         operands = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
-        plan = self._plan_frames(seq, {range_: frames})
+        plan = self._plan_frames(seq, {range_: frames}, self._margin(seq, frames))
         plan.base, plan.stream = range_.base, stream
         plan.room = seq.slots or self._served(match, copied)
         plan.size_bytes = tokens * self.geometry.row_bytes
@@ -437,6 +437,11 @@ class Admission(Stepping):
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
         return range_, parked is not None, frames
+
+    def _margin(self, seq: Sequence, frames: int) -> int:
+        """How far beyond these frames it may be mapped: its prompt is written next."""
+        ahead, prompt = self.config.gpu.map_ahead_frames, len(seq.prompt) // ID_BYTES
+        return ahead and ahead + max(0, self.geometry.frames(prompt) - frames)
 
     def _served(self, match: Match, copied: list[Node]) -> list[Run]:
         """The host slots that are read."""

@@ -11,8 +11,9 @@ sequence, and a row that is free again is the only one that can use its mapping.
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
-from collections.abc import Container, Iterator
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Container, Iterator, Mapping
+from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING, Any
 
@@ -101,10 +102,6 @@ class Range:
         """Frames from its base that back its sequence's capacity."""
         return self.shared + self.charged
 
-    def in_place(self, end: int) -> int:
-        """How many of the first `end` frames are mapped, its own, and not charged."""
-        return max(0, min(end, self.mapped) - self.used)
-
     @property
     def signature(self) -> Signature:
         """What a sequence that adopts it must begin with. A home is never adopted."""
@@ -116,6 +113,25 @@ class Range:
     def tail(self) -> int:
         """Frames at its end that are mapped and in nobody's use."""
         return self.frames.states.count(PARKED.code)
+
+
+Uses = Mapping["Range", int]
+"""How far ranges are used, in frames from their bases."""
+
+
+def missing(uses: Uses, margin: int = 0) -> int:
+    """Frames that are not mapped and would be with a margin beyond each use, as far as the extent
+    goes."""
+    return sum(
+        max(0, max(end, min(end + margin, range_.extent_frames)) - range_.mapped)
+        for range_, end in uses.items()
+    )
+
+
+def margin_for(uses: Uses, frames: int, most: int) -> int:
+    """The largest margin up to `most`, the same for all, for which so many frames suffice.
+    O(ranges) a halving of `most`."""
+    return bisect_right(range(1, most + 1), frames, key=partial(missing, uses))
 
 
 class Addresses:

@@ -46,8 +46,11 @@ class LayerSpec:
 class GpuTier:
     """GPU memory: `budget_bytes` of it, in frames of `frame_bytes`.
 
-    `map_ahead_frames` is how far beyond its need a growing sequence is mapped while the pool has
-    frames to spare; it costs nobody admission, and gives way first. `arena_bytes` is the size of
+    `map_ahead_frames` is the margin beyond its need that every sequence of a batch gets when one of
+    them must be mapped further: with n frames, a batch of any size is mapped once in the steps that
+    fill n frames. A newcomer's begins where its prompt ends. It is mapped while frames are to
+    spare, costs nobody admission, and is taken back before a charge fails. With 0 nothing but the
+    need is mapped. `arena_bytes` is the size of
     the address reservation; by default twice what `max_sequences` of full length take.
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
     reads, and under steady pressure every reclaim is a quiesce. `protected_share` of the budget is

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any, Final, TypeVar
 
 from kvstate.act import Actor
-from kvstate.arena import Arena, Range
+from kvstate.arena import Arena, Range, margin_for, missing
 from kvstate.config import Config, Geometry
 from kvstate.device import Device
 from kvstate.errors import (
@@ -164,27 +164,31 @@ class Core:
         if needed - own > had - promised:
             raise self._short(str(what), needed, "reserve")
 
-    def _plan_frames(self, what: object, uses: dict[Range, int]) -> Plan:
-        """An empty plan that is going to charge each range up to that frame."""
+    def _plan_frames(self, what: object, uses: dict[Range, int], margin: int) -> Plan:
+        """An empty plan that is going to charge each range up to that frame.
+
+        If any must be mapped for that, all of them get the same margin, at most that, from frames
+        in the pool that nobody needs.
+        """
         self._check_promises(what, uses)
-        plan, spare = self.flight.plan(), len(self.gpu.pool.ids)
-        for range_, end in uses.items():
-            fresh = end - range_.mapped
-            if fresh > 0:
-                spare -= fresh
-        plan.spare = spare
-        if spare < 0:
+        plan, pooled, fresh = self.flight.plan(), len(self.gpu.pool.ids), missing(uses)
+        if fresh > pooled:
             needed = sum(max(0, end - range_.used) for range_, end in uses.items())
-            raise self._short(str(what), needed, "budget", uses)
+            raise self._short(str(what), needed, "budget", uses, margin)
+        if fresh and margin:
+            plan.margin = margin_for(uses, pooled, margin)
         return plan
 
     def _short(
-        self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None
-    ) -> OutOfFrames:
+        self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None,
+        margin: int = 0,
+    ) -> OutOfFrames:  # fmt: skip
         gpu = self.gpu
         reclaimable = gpu.parked + self.spans.spillable_frames
         protected = self.spans.protected_now
-        return OutOfFrames(what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected)
+        return OutOfFrames(
+            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin
+        )
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__

@@ -42,12 +42,15 @@ class OutOfFrames(CapacityError):
     def __init__(
         self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str,
         uses: Mapping[Any, int] | None = None, protected: int = 0,
+        margin: int = 0,
     ) -> None:  # fmt: skip
         self.needed, self.free, self.place = needed, free, place
         self.reclaimable, self.coming = reclaimable, coming
         self.protected = protected
         self.uses = uses or {}
         """Ranges whose parked frames the call itself counts on, and up to which frame."""
+        self.margin = margin
+        """Frames that each of them gets beyond that, if there is room."""
         super().__init__(
             f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "
             f"{coming} are coming; refused by the {place}"

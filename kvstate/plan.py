@@ -77,8 +77,8 @@ class Plan:
     operands: Mapping[str, Iterable[Any]] = {}
     taken = 0
     """Pooled frames that the plan has taken."""
-    spare = 0
-    """Pooled frames that nobody in the plan needs."""
+    margin = 0
+    """Frames that everybody in the plan has mapped beyond what it needs, if there was room."""
     token: int | None = None
     """The copy that was issued."""
     # A copy of this plan is between a range's base and these host slots, on this side of a stream.

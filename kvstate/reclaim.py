@@ -2,10 +2,11 @@
 
 One ladder, climbed once a call and only when it can help: create within the budget; then one
 quiesce, which lets everything behind a fence land; map spans where sequences have copies of them,
-which loses nothing; and unmap what is parked: first the unused tails of running sequences, then
-parked ranges, the longest parked first: as many frames as are missing (report B134), or a few more,
-because the quiesce is what is dear and parked memory holds nothing that anybody reads; then spans,
-the longest unused first, and no more than are missing.
+which loses nothing; and unmap what is parked: first the unused tails of running sequences beyond
+their margins, then parked ranges, the longest parked first, and then margins, evenly: as many
+frames as are missing (report B134), or a few more, because the quiesce is what is dear and parked
+memory holds nothing that anybody reads; then spans, the longest unused first, and no more than are
+missing.
 
 Nothing is unmapped without the quiesce: on an H200 the driver unmaps under a running kernel
 without waiting, and a kernel that reads *nearby* addresses may fault (report S03).
@@ -14,11 +15,12 @@ without waiting, and a kernel that reads *nearby* addresses may fault (report S0
 from __future__ import annotations
 
 import logging
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvstate.act import Actor
-from kvstate.arena import Arena, Range
+from kvstate.arena import Arena, Range, missing
 from kvstate.config import GpuTier
 from kvstate.errors import DeviceError, OutOfFrames
 from kvstate.flight import Flight
@@ -46,6 +48,34 @@ _SPILL_SPAN: Final = MACHINES.object("span.spill")
 _VACATE: Final = MACHINES.object("range.vacate")
 
 
+class Takes(dict[Range, int]):
+    """How many frames to take from the ends of ranges, until that is as many as wanted."""
+
+    def __init__(self, wanted: int) -> None:
+        super().__init__()
+        self.wanted = wanted
+
+    def above(self, range_: Range, end: int) -> int:
+        """Frames behind so many that can still be taken."""
+        taken = self.get(range_, 0)
+        return max(0, min(range_.tail, range_.mapped - end) - taken)
+
+    def down_to(self, range_: Range, end: int) -> None:
+        """Take what is wanted and not among the first so many frames."""
+        take = min(self.wanted, self.above(range_, end))
+        if take:
+            self[range_] = self.get(range_, 0) + take
+            self.wanted -= take
+
+    def level(self, used: Mapping[Range, int], most: int) -> int:
+        """The largest margin that all can keep while there are as many frames as wanted."""
+
+        def found(kept: int) -> int:
+            return -sum(self.above(range_, end + kept) for range_, end in used.items())
+
+        return max(0, bisect_right(range(most), -self.wanted, key=found) - 1)
+
+
 class Ladder:
     """Finds frames and addresses for a call that is short of them."""
 
@@ -54,7 +84,7 @@ class Ladder:
         reuse: Reuse, config: GpuTier,
     ) -> None:  # fmt: skip
         self.ahead_frames = config.map_ahead_frames
-        """The margin that each growing range may get, while the budget has room."""
+        """The margin that each range of a call may get, while frames are to spare."""
         self.least_frames = config.reclaim_frames
         """What one reclaim unmaps at the least."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
@@ -69,14 +99,16 @@ class Ladder:
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
         if short.needed > had and short.needed > had + self._double_frames():
             raise short
-        fresh = short.needed - sum(range_.in_place(end) for range_, end in short.uses.items())
+        fresh = missing(short.uses)
         if fresh > gpu.free:
             self.flight.quiesce()
             self.remap(fresh - gpu.free)
             if fresh > gpu.free:
-                self.spill(max(fresh - gpu.free, self.least_frames), short.uses)
+                prompt = short.margin - self.ahead_frames
+                wanted = missing(short.uses, prompt + min(1, self.ahead_frames))
+                self.spill(max(wanted - gpu.free, self.least_frames), short.uses)
             self.spill_spans(fresh - gpu.free)
-        wanted = fresh + self.ahead_frames * len(short.uses)
+        wanted = missing(short.uses, short.margin)
         self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
 
     def addresses(self, short: OutOfFrames) -> None:
@@ -287,16 +319,19 @@ class Ladder:
     def _victims(
         self, wanted: int, uses: Mapping[Range, int], tails: bool
     ) -> list[tuple[Range, int, int]]:
-        """(range, first, end) of the frames to take: tails first, then the longest parked."""
+        """(range, first, end) of the frames to take: tails first as far as they are no margins,
+        then the longest parked, then margins, of which all that lose some keep the same."""
         running = [r for r in self.arena.ranges.values() if r.state == RESERVED.code]
-        victims = []
-        for range_ in (running if tails else []) + self.arena.oldest_parked():
-            take = min(wanted, range_.tail, range_.mapped - uses.get(range_, 0))
-            if take > 0:
-                own = len(range_.frames.ids)
-                victims.append((range_, own - take, own))
-                wanted -= take
-        return victims
+        used = {r: max(r.used, uses.get(r, 0)) for r in running if tails}
+        takes = Takes(wanted)
+        for range_, end in used.items():
+            takes.down_to(range_, end + self.ahead_frames)
+        for range_ in self.arena.oldest_parked():
+            takes.down_to(range_, uses.get(range_, 0))
+        kept = takes.level(used, self.ahead_frames) if takes.wanted else 0
+        for range_, end in used.items():
+            takes.down_to(range_, end + kept)
+        return [(r, len(r.frames.ids) - count, len(r.frames.ids)) for r, count in takes.items()]
 
     def _pages_above(self, range_: Range, own: int) -> list[tuple[object, int, int]]:
         """The page records of a parked range that keep no memory with so few frames of its own."""

@@ -21,12 +21,12 @@ Operands = dict[str, Iterable[Any]]
 
 def growth(
     plan: Plan, pool: Frames, geometry: Geometry, seq: Sequence, range_: Range, frames: int,
-    opened: int, ahead_frames: int, pages: Cells | None = None,
+    opened: int, pages: Cells | None = None,
 ) -> Operands:  # fmt: skip
     """What makes `frames` of the range charged: first what is mapped already, then pooled frames.
 
-    `opened` pages are in use already: of the sequence, or of `pages` that it is about to have. A
-    margin of `ahead_frames` is mapped as far as the pool has frames that nobody in the plan needs.
+    `opened` pages are in use already: of the sequence, or of `pages` that it is about to have.
+    Beyond the frames there is the plan's margin.
     """
     own, found = range_.frames, Operands()
     mapped, charged = len(own.ids), range_.charged
@@ -39,13 +39,11 @@ def growth(
         plan.taken += frames - mapped
         found["fresh"] = ((pool, end - (frames - mapped), end, own),)
         mapped = frames
-    if ahead_frames:
-        margin = min(frames + ahead_frames, range_.extent_frames - range_.shared) - mapped
-        ahead = min(margin, plan.spare)
+    if plan.margin:
+        ahead = min(frames + plan.margin, range_.extent_frames - range_.shared) - mapped
         if ahead > 0:
             end = len(pool.ids) - plan.taken
             plan.taken += ahead
-            plan.spare -= ahead
             found["ahead"] = ((pool, end - ahead, end, own),)
     if opened < end_block:
         found["opened"] = ((seq.pages if pages is None else pages, opened, end_block),)

@@ -43,7 +43,7 @@ class Stepping(Core):
         `tokens` is one number for all, or one for each (chunks, drafts). Maps what must grow, in
         one pass, or raises OutOfFrames with nothing changed. Launch the step's work before the
         next call that takes memory from one of its sequences. Cost: numpy over the rows, and
-        Python only for sequences that cross a frame.
+        Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
         self._enter()
         if self.reuse.mirrors:
@@ -77,7 +77,14 @@ class Stepping(Core):
                 end = int(ends[seq.row])
                 self._check_length(seq, "step", 0, end, seq.max_tokens)
                 wanted.append((seq, self.geometry.frames(end)))
+        if self.config.gpu.map_ahead_frames and any(_maps(*pair) for pair in wanted):
+            wanted += self._as_they_are(seq for seq in batch.seqs if not over[seq.row])
         self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+
+    def _as_they_are(self, seqs: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
+        """Those who need no frames now, so that they get their margin in the same call: else each
+        of many would soon make one for itself."""
+        return [(seq, seq.range.used) for seq in seqs if seq.range is not None]
 
     def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
         """A step is done on the device: its accepted tokens are really there.
@@ -264,11 +271,12 @@ class Stepping(Core):
         if batch is not None and batch.version != self.columns.version:
             self._check_step(batch)
         uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
-        plan = self._plan_frames(what, uses)
+        plan = self._plan_frames(what, uses, self.config.gpu.map_ahead_frames)
         for (seq, frames), range_ in zip(wanted, uses, strict=True):
             opened = self.geometry.blocks(seq.capacity_tokens)
             plan.operands = self._growth(plan, seq, range_, frames, opened)
-            plan.move(_GROW, seq, chosen if seq is first else None)
+            if plan.operands:
+                plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
 
     def _growth(
@@ -276,7 +284,9 @@ class Stepping(Core):
         pages: Cells | None = None,
     ) -> runs.Operands:  # fmt: skip
         """See `runs.growth`. `pages` are the sequence's own unless it is about to get others."""
-        ahead = self.config.gpu.map_ahead_frames
-        return runs.growth(
-            plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, ahead, pages
-        )
+        return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, pages)
+
+
+def _maps(seq: Sequence, frames: int) -> bool:
+    """So many frames are more than are mapped for the sequence."""
+    return seq.range is not None and frames > seq.range.mapped

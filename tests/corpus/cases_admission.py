@@ -53,8 +53,8 @@ ADMISSION: Final = (
         fault=Fault(
             "a reclaim stops at the first range that gave something",
             "kvstate/reclaim.py",
-            "                wanted -= take\n",
-            "                break\n",
+            "            self.wanted -= take\n",
+            "            self.wanted = 0\n",
             "S09",
         ),
         config=config(frames=7, slots=0, max_tokens=24),
@@ -132,8 +132,8 @@ ADMISSION: Final = (
         fault=Fault(
             "a reclaim takes from whoever is first",
             "kvstate/reclaim.py",
-            "            take = min(wanted, range_.tail, range_.mapped - uses.get(range_, 0))\n",
-            "            take = min(wanted, range_.tail)\n",
+            "        used = {r: max(r.used, uses.get(r, 0)) for r in running if tails}\n",
+            "        used = {r: r.used for r in running if tails}\n",
             "S15",
         ),
         config=config(frames=4),

@@ -217,9 +217,9 @@ FAULTS = (
     ),
     Fault(
         "the margin takes frames that a later member needs",
-        "kvstate/runs.py",
-        "        ahead = min(margin, plan.spare)\n",
-        "        ahead = min(margin, len(pool.ids) - plan.taken)\n",
+        "kvstate/core.py",
+        "plan.margin = margin_for(uses, pooled, margin)\n",
+        "plan.margin = margin\n",
         "S11",
     ),
     Fault(
