@@ -184,6 +184,9 @@ def _sharing(
     ] = None,
     budget: Annotated[float, typer.Option(help="GiB of frames")] = DEFAULTS.budget_gib,
     host: Annotated[float, typer.Option(help="GiB of host memory")] = DEFAULTS.host_gib,
+    ahead: Annotated[
+        int, typer.Option(help="frames mapped beyond the need of each sequence")
+    ] = DEFAULTS.ahead_frames,
     seconds: Annotated[float, typer.Option(help="of each serving run")] = DEFAULTS.seconds,
     read: Annotated[
         float | None, typer.Option(help="GiB that a step reads back; by default all there is")
@@ -191,7 +194,7 @@ def _sharing(
     seed: Annotated[int, typer.Option(help="of what requests say")] = DEFAULTS.seed,
 ) -> None:
     frames_mib = tuple(frame) if frame else DEFAULTS.frames_mib
-    settings = Settings(frames_mib, budget, host, seconds, read, seed)
+    settings = Settings(frames_mib, budget, host, ahead, seconds, read, seed)
     benches: dict[str, Bench] = {
         "sharing": partial(sharing, settings=settings),
         "admission": admission,
