@@ -73,11 +73,34 @@ _MIXED: list[trace.AnyCall] = [
     trace.Drop(seq=5),
 ]
 """A hit that is copied from another sequence and from the host at once, until both are gone."""
+_ALIKE = [1, 1, 0, 0, 1, 0, 0, 0]
+_READ: list[trace.AnyCall] = [
+    trace.Create(seq=1, max_tokens=8, prompt=[1, 1, 0, 1, 1, 0, 0, 0]),
+    trace.Resume(seq=1),
+    trace.Step(step=3, seqs=[1], tokens=[6]),
+    trace.Settle(step=3),
+    trace.Commit(seq=1, tokens=[1, 1, 0, 1, 1, 0]),
+    trace.Close(seq=1),
+    trace.Trim(keep=0),
+    trace.Create(seq=5, max_tokens=8, prompt=_ALIKE),
+    trace.Create(seq=6, max_tokens=8, prompt=_ALIKE),
+    trace.Resume(seq=5),
+    trace.Resume(seq=6),
+    trace.Close(seq=5),
+    trace.Create(seq=7, max_tokens=8, prompt=[*_ALIKE, 0, 0, 1]),
+    trace.Resume(seq=7),
+    trace.Suspend(seq=6),
+    trace.Drop(seq=7),
+    trace.Close(seq=6),
+]
+"""A block that only the host has is cut from the index while a hit of it is read."""
 RARE: tuple[list[trace.AnyCall], ...] = (
     [*_TWO, trace.Suspend(seq=2), trace.Poll(), trace.Resume(seq=2), trace.Drop(seq=1)],
     [*_TWO, trace.Close(seq=1), trace.Drop(seq=2)],
     _MIXED,
     [*_MIXED, trace.Poll()],
+    _READ,
+    [*_READ, trace.Trim(keep=0)],
 )
 """Programs whose last call fires what is hardly ever drawn."""
 _LEFT: list[trace.AnyCall] = [
