@@ -120,7 +120,8 @@ class Rewinding(Admission):
         leaving = self.reuse.leaving(seq, full, passage)
         pages = Cells(seq, bytearray(len(seq.pages.states)))
         range_, parked, frames = self._range_for(seq, length_tokens, sharing, [])
-        plan = self._plan_frames(seq, {range_: frames})
+        ahead = self.config.gpu.map_ahead_frames
+        plan = self._plan_frames(seq, {range_: frames}, ahead)
         plan.base, plan.stream = range_.base, seq.stream
         at = shared * self.geometry.block_bytes
         size_bytes = length_tokens * self.geometry.row_bytes - at
