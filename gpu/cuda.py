@@ -306,7 +306,7 @@ class CudaDevice(Books):
         self.copies.add(self._issued)
         try:
             one.ok = self._issue(stream, direction, runs)
-            one.done = self.mark(stream)
+            one.done = self._mark(stream)
             for follower in followers:
                 self._do("wait", self.api.cuStreamWaitEvent, follower, one.done.handle, 0)
         except DeviceError as error:
@@ -451,13 +451,17 @@ class CudaDevice(Books):
         handle = self.handle_of(stream)
         self._enter("record")
         self._busy = True
-        return self.mark(handle)
+        return self._mark(handle)
 
-    def mark(self, stream: int) -> CudaEvent:
-        """Record an event from the pool."""
+    def passing(self, stream: int) -> CudaEvent:
+        """Record an event from the pool, for a check: not a step that can be told to fail."""
         event = self._event()
-        self._do("event", self.api.cuEventRecord, event.handle, stream)
+        self.driver.call(self.api.cuEventRecord, event.handle, stream)
         return event
+
+    def _mark(self, stream: int) -> CudaEvent:
+        self.step("event")
+        return self.passing(stream)
 
     def _event(self) -> CudaEvent:
         try:

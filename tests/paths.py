@@ -94,7 +94,28 @@ _READ: list[trace.AnyCall] = [
     trace.Close(seq=6),
 ]
 """A block that only the host has is cut from the index while a hit of it is read."""
+_TWICE: list[trace.AnyCall] = [
+    trace.Create(seq=1, max_tokens=8),
+    trace.Resume(seq=1),
+    trace.Step(step=2, seqs=[1], tokens=[4]),
+    trace.Settle(step=2),
+    trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
+    trace.Close(seq=1),
+    trace.Poll(),
+    trace.Create(seq=3, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
+    trace.Create(seq=4, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
+    trace.Resume(seq=3),
+    trace.Resume(seq=4),
+    trace.Poll(),
+    trace.Close(seq=4),
+    trace.Resize(seq=3, tokens=8),
+    trace.Create(seq=5, max_tokens=8),
+    trace.Resume(seq=5),
+    trace.Resize(seq=5, tokens=8),
+]
+"""Two copies of what the host has: one becomes a span, which takes the place of the other."""
 RARE: tuple[list[trace.AnyCall], ...] = (
+    _TWICE,
     [*_TWO, trace.Suspend(seq=2), trace.Poll(), trace.Resume(seq=2), trace.Drop(seq=1)],
     [*_TWO, trace.Close(seq=1), trace.Drop(seq=2)],
     _MIXED,
