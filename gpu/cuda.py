@@ -51,6 +51,8 @@ log = logging.getLogger("kvstate")
 
 _NAP_S = 20e-6
 """Between two looks at what is waited for."""
+_HUNG_S = 0.3
+"""How long to wait at the most once a copy was told never to end."""
 NON_BLOCKING = 1
 NO_TIMING = 2
 BATCH_FROM = 8
@@ -430,17 +432,18 @@ class CudaDevice(Books):
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         """Wait, but not for ever: what never ends is a fault, and not a call that never returns."""
-        deadline = monotonic() + self.limit_s
+        limit_s = min(self.limit_s, _HUNG_S) if self.hung else self.limit_s
+        deadline = monotonic() + limit_s
         while not ready():
             if monotonic() > deadline:
-                raise DeviceFault(self._stuck())
+                raise DeviceFault(self._stuck(limit_s))
             sleep(_NAP_S)
 
-    def _stuck(self) -> str:
+    def _stuck(self, limit_s: float) -> str:
         over = {one.token for one in self._over()}
         names = ", ".join(str(token) for token in self._pending if token not in over)
         what = f"copies {names}" if names else "kernels"
-        return f"{what} have not ended after {self.limit_s:g} s, and something waits for them"
+        return f"{what} have not ended after {limit_s:g} s, and something waits for them"
 
     def check_stream(self, stream: Stream) -> None:
         """Raises DeviceError if it is none, or of another device of ours."""
