@@ -226,7 +226,7 @@ class Streams:
 
     def tick(self) -> None:
         """The caller goes on: let some of the pending work run before."""
-        if self.eager:
+        if self.mode == "eager":
             self.drain()
         elif self.pending:
             for _ in range(self.order.most(len(self.pending))):

@@ -320,6 +320,7 @@ def test_a_copy_that_never_ends_is_not_waited_for(
     free = device.copy(IN, [CopyRun(target, host + 4096, 4096)], (), (other,))
     assert device.hung == {hung}
     device.write(stream, segments())
+    device.write(other, segments())
     device.synchronize(other)
     found: list[Completion] = []
     while not found:
