@@ -195,7 +195,7 @@ class Checker:
         flags = np.zeros(sum(counts), np.uint8)
         if int(scratch.bytes[:4].view(np.uint32)[0]) and len(flags):
             place = scratch.device + scratch.size_bytes - len(flags)
-            call(api.cuMemcpyDtoH, flags.ctypes.data, place, len(flags))
+            self.device.fetch(flags.ctypes.data, place, len(flags))
         self.idle.append(scratch)
         return np.split(flags, np.cumsum(counts)[:-1]) if counts else []
 

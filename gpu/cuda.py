@@ -533,8 +533,18 @@ class CudaDevice(Books):
             return ctypes.string_at(address, size_bytes)
         buffer = np.empty(size_bytes, np.uint8)
         self.driver.select()
-        self.driver.call(self.api.cuMemcpyDtoH, buffer.ctypes.data, address, size_bytes)
+        self.fetch(buffer.ctypes.data, address, size_bytes)
         return buffer.tobytes()
+
+    def fetch(self, target: int, source: int, size_bytes: int) -> None:
+        """Copy from the GPU at once, whatever other streams wait for.
+
+        The driver's own synchronous copy waits for the default stream, which may wait for a copy
+        that never ends.
+        """
+        call = self.driver.call
+        call(self.api.cuMemcpyDtoHAsync, target, source, size_bytes, self._own)
+        call(self.api.cuStreamSynchronize, self._own)
 
     def poke(self, address: int, data: bytes) -> None:
         """Write memory at once.

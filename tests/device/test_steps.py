@@ -342,6 +342,24 @@ def test_a_copy_that_never_ends_is_not_waited_for(
 
 
 @pytest.mark.parametrize("factory", WITH_BYTES)
+def test_memory_can_be_looked_at_while_the_default_stream_waits_for_ever(factory: Factory) -> None:
+    rig = Rig(factory, waits(factory))
+    rig.device.set_rows(256)
+    device, stream = rig.device, rig.device.stream()
+    source, host = rig.mapped(1), rig.device.host_reserve(8192)
+    device.poke(source, bytes(range(256)) * 2)
+    device.quiesce()
+    device.fail_next("hang")
+    device.copy(OUT, [CopyRun(host, source, 4096)], (), (None,))
+    assert device.peek(source, 512) == bytes(range(256)) * 2
+    check = device.verify(stream, segments((source, 0, 2, 1)))
+    device.synchronize(stream)
+    assert sum(check.wrong) == 2
+    device.wake()
+    device.close()
+
+
+@pytest.mark.parametrize("factory", WITH_BYTES)
 def test_what_waits_for_a_copy_that_never_ends_does_not_run(factory: Factory) -> None:
     rig = Rig(factory, waits(factory))
     rig.device.set_rows(256)
