@@ -141,6 +141,9 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
     except Broken as broken:
         player.abandon()
         tally.failures.append(_shrunk(broken, header, program, open_device))
+    except BaseException:  # interrupted: no work may wait for ever when the process ends
+        player.abandon()
+        raise
     tally.calls = len(program)
     _note(tally, player)
     return tally
