@@ -42,12 +42,11 @@ def test_the_same_seed_is_the_same_run(streams: str) -> None:
     assert tally(8, 6, streams=streams).device_calls != first.device_calls
 
 
-@pytest.mark.parametrize("streams", ["eager", fuzz.ANY])
-def test_a_campaign_sees_everything_that_must_be_seen(streams: str) -> None:
+def test_a_campaign_sees_everything_that_must_be_seen() -> None:
     """Every row fired, every state reached, every law asked for, every refusal made."""
     total = Tally()
     for name in fuzz.episodes(2027):
-        total.add(fuzz.episode(name, HOST, streams))
+        total.add(fuzz.episode(name, HOST, fuzz.ANY))
         assert total.failures == []
         if not total.unseen() or total.calls > 150_000:
             break

@@ -145,8 +145,18 @@ def test_an_engine_without_end_stops_at_the_bound(monkeypatch: pytest.MonkeyPatc
     player.abandon()
 
 
-def test_a_failure_at_the_end_is_shrunk_and_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_is_not_left_room_starves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trace that the fuzz has found, and the rule that it led to."""
+    path = Path(__file__).parent / "known" / "a-span-too-long-for-one-alone.jsonl"
+    header, program = trace.read(path)
+    fuzz.play(header, program, HOST)
     monkeypatch.setattr(Spans, "_leaves_room", lambda *_: True)
+    with pytest.raises(Broken, match="law 12"):
+        fuzz.play(header, program, HOST)
+
+
+def test_a_failure_at_the_end_is_shrunk_and_fails_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "most_calls", lambda *_: 0)
     tallies = (fuzz.episode(seed, HOST, "eager") for seed in fuzz.episodes(1))
     (failure,) = next(tally.failures for tally in tallies if tally.failures)
     assert failure.kind in ("law 12 (livelock)", "law 12 (starvation)")

@@ -197,7 +197,7 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
     if player.texts and random.random() < 0.7:
         story, known = random.choice(player.texts)
         born = story.born if story.born and random.random() < 0.9 else like
-        like = born if random.random() < 0.85 else replace(born, extra_keys=like.extra_keys)
+        like = born if random.random() < 0.75 else replace(born, extra_keys=like.extra_keys)
         prompt = [*known, *prompt]
     name = player.next_name()
     if random.random() < 0.4:
@@ -215,7 +215,7 @@ def _birth(random: Random) -> trace.Create:
         max_tokens=1,
         salt=random.choice(("", "", "", "aa", "bb")),
         adapter=random.choice((None, None, None, None, 1, "1", "hex:31")),
-        extra_keys={} if random.random() < 0.75 else {str(random.randrange(3)): ["5a"]},
+        extra_keys={} if random.random() < 0.6 else {str(random.randrange(3)): ["5a"]},
     )
 
 

@@ -310,7 +310,7 @@ FAILURES: Final = (
     Case(
         name="a copy that failed is nobody's prefix, whoever inherited it meanwhile",
         entries=("B115",),
-        law="law 5 (index coherence)",
+        law="law 4 (publish after write)",
         fault=Fault(
             "a hit that failed stays in the index",
             "kvstate/flight.py",

@@ -160,7 +160,7 @@ SHARING: Final = (
     Case(
         name="tokens of a step in flight are nobody's prefix",
         entries=("B58", "B59"),
-        law="law 19 (contiguity)",
+        law="law 4 (publish after write)",
         fault=Fault(
             "tokens are named before they are written",
             "kvstate/stepping.py",
@@ -183,7 +183,7 @@ SHARING: Final = (
     Case(
         name="tokens that change are found as they are, never as they were",
         entries=("B61",),
-        law="law 5 (index coherence)",
+        law="law 4 (publish after write)",
         fault=Fault(
             "a rewind leaves the index as it is",
             "kvstate/rewinding.py",
@@ -328,7 +328,7 @@ SHARING: Final = (
     Case(
         name="bytes that were given up are not found",
         entries=("B67",),
-        law="law 5 (index coherence)",
+        law="law 4 (publish after write)",
         fault=Fault(
             "who gives its bytes up stays in the index",
             "kvstate/lines.py",

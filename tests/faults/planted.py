@@ -320,13 +320,6 @@ FAULTS = (
         "B13",
     ),
     Fault(
-        "a rewind goes into memory that others map",
-        "kvstate/sequence.py",
-        "        mapped = span is not None and span.users\n",
-        "        mapped = False\n",
-        "B116",
-    ),
-    Fault(
         "a spilled span stays in the index",
         "kvstate/reclaim.py",
         "        self.reuse.given_up(span)\n",
@@ -469,12 +462,6 @@ FAULTS = (
         "S10",
     ),
     Fault(
-        "a sequence maps a span that it cannot be finished beside",
-        "kvstate/spans.py",
-        "        if alone_tokens is None:\n",
-        "        if span is not None:\n",
-    ),
-    Fault(
         "whatever comes back from the host is taken for failed",
         "kvstate/flight.py",
         "        seq, shared = transfer.seq, transfer.keeps or transfer.onboards\n        plan",
@@ -491,6 +478,13 @@ FAULTS = (
 )  # fmt: skip
 
 SEEN_BY_CASES = (
+    Fault(
+        "a rewind goes into memory that others map",
+        "kvstate/sequence.py",
+        "        mapped = span is not None and span.users\n",
+        "        mapped = False\n",
+        "B116",
+    ),
     Fault(
         "a hit is not held while it is copied",
         "kvstate/reuse.py",
