@@ -23,7 +23,6 @@ from attrs import evolve, frozen
 from kvstate.spec import frame, host, page, sequence
 from kvstate.spec import range as range_
 from kvstate.spec.facts import (
-    BlockFact,
     FairRun,
     Ledger,
     RangeFact,
@@ -31,16 +30,23 @@ from kvstate.spec.facts import (
     View,
     Work,
 )
+from kvstate.spec.index_laws import (
+    NOBODYS,
+    hits_stay,
+    index_coherence,
+    isolation,
+    publish_after_write,
+    slot_name,
+    tier_order,
+    whole_keys,
+)
 from kvstate.spec.span_laws import (
     Memory,
     aliases_are_read_only,
     aliases_hold,
     mapped,
     remapped,
-    retained_are_named,
     shared,
-    spans_are_of_their_tenants,
-    spans_are_whole,
     spare_spans,
 )
 
@@ -105,21 +111,6 @@ _HELD: Final = bytes(
     state.code
     for state in (page.HOST_HELD_ACTIVE, page.HOST_HELD_COMMITTED, page.HOST_HELD_PRIVATE)
 )
-_CANONICAL: Final = frozenset(
-    state.code for state in (page.COMMITTED, page.LOADING_COMMITTED, page.HOST_HELD_COMMITTED)
-)
-_PRIVATE: Final = frozenset(
-    state.code
-    for state in (page.PRIVATE, page.LOADING_PRIVATE, page.HOST_HELD_PRIVATE, page.ALIASED)
-)
-_NOBODYS: Final = {
-    host.FILLING.code: page.LOADING_STALE.code,
-    host.STALE.code: page.STALE.code,
-    host.STALE_HELD.code: page.STALE.code,
-    host.MIRRORING.code: page.VACANT.code,
-    host.MIRROR.code: page.VACANT.code,
-}
-"""Slots that the index names, and what is on record of pages there: those that are nobody's."""
 
 
 @_law(1, "conservation", "always", "every frame and host slot is in exactly one place")
@@ -142,8 +133,8 @@ def conservation(view: View) -> Iterator[str]:
 def _slots_have_one_user(view: View) -> Iterator[str]:
     users = Counter(block.slot for block in view.blocks if block.slot is not None)
     for slot in users:
-        if view.host_states[slot] not in _NOBODYS:
-            yield f"host slot {slot} is {_slot(view, slot)}, and in the index"
+        if view.host_states[slot] not in NOBODYS:
+            yield f"host slot {slot} is {slot_name(view, slot)}, and in the index"
     for seq in view.sequences:
         users.update(seq.slots)
     draining = Counter(
@@ -215,102 +206,10 @@ def _slots_in_use(view: View, name: str, address: int, size: int) -> Iterator[st
             yield f"{name} touches host slot {slot}, which is free"
 
 
-_FILLED: Final = frozenset((host.STALE.code, host.STALE_HELD.code, host.MIRROR.code))
-
-
-@_law(4, "publish after write", "always", "what can be found is written")
-def publish_after_write(view: View) -> Iterator[str]:
-    """A block's owner has settled all its tokens and no step in flight writes them; what is said to
-    be on the host has arrived there."""
-    sequences = {seq.uid: seq for seq in view.sequences}
-    writes = {seq.uid: list[tuple[int, int]]() for seq in view.sequences}
-    uids = {seq.row: seq.uid for seq in view.sequences}
-    for step in view.steps:
-        for row, start, end in () if step.landed else step.writes:
-            if row in uids:
-                writes[uids[row]].append((start, end))
-    for block in view.blocks:
-        start, end = (at * view.tokens_per_block for at in (block.ordinal, block.ordinal + 1))
-        seq = sequences.get(block.owner or 0)
-        if seq is not None and end > seq.settled:
-            yield f"block {block.ordinal} is of sequence {seq.uid}, which has {seq.settled} tokens"
-        for first, last in writes.get(block.owner or 0, ()):
-            if max(first, start) < min(last, end):
-                yield f"block {block.ordinal} is found while a step writes from {first} to {last}"
-        if block.slot is not None and block.landed != (view.host_states[block.slot] in _FILLED):
-            yield f"block {block.ordinal} has {_slot(view, block.slot)}, landed: {block.landed}"
-
-
-@_law(5, "index coherence", "always", "what the index names still has those bytes")
-def index_coherence(view: View) -> Iterator[str]:
-    """A block's owner has it canonical and readable, its slot has it, and nothing is left out."""
-    yield from (f"the index: {fault}" for fault in view.index_faults)
-    yield from spans_are_whole(view)
-    yield from retained_are_named(view)
-    sequences = {seq.uid: seq for seq in view.sequences}
-    slots = {block.slot for block in view.blocks}
-    for block in view.blocks:
-        if block.owner is not None:
-            yield from _names(block, sequences.get(block.owner), _CANONICAL)
-        for uid in block.line:
-            yield from _names(block, sequences.get(uid), _PRIVATE)
-    owned = {(block.owner, block.ordinal) for block in view.blocks}
-    for seq in view.sequences if view.reuses else ():
-        for at, code in enumerate(seq.pages):
-            if code in _CANONICAL and (seq.uid, at) not in owned:
-                yield f"page {at} of sequence {seq.uid} is committed and not in the index"
-    for slot, code in enumerate(view.host_states):
-        if view.host_pages[slot] != _NOBODYS.get(code, page.VACANT.code):
-            yield f"host slot {slot} is {_slot(view, slot)}, its page {view.host_pages[slot]}"
-        if code in _NOBODYS and slot not in slots:
-            yield f"host slot {slot} is {_slot(view, slot)} and not in the index"
-
-
-def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) -> Iterator[str]:
-    """The sequence has that very block, in one of these states."""
-    if seq is None:
-        yield f"block {block.ordinal} is said to be of a sequence that is gone"
-    elif block.ordinal >= len(seq.blocks) or seq.blocks[block.ordinal] != block.name:
-        yield f"block {block.ordinal} is said to be of sequence {seq.uid}, which has another"
-    elif seq.pages[block.ordinal] not in codes:
-        state = page.PAGE.states[seq.pages[block.ordinal]]
-        yield f"block {block.ordinal} is of sequence {seq.uid}, whose page is {state}"
-
-
-@_law(6, "whole keys", "always", "a block is found by equal inputs only")
-def whole_keys(view: View) -> Iterator[str]:
-    """What the index calls a sequence's blocks are blocks of the same tokens and tenant."""
-    known = {block.name: block for block in view.blocks}
-    for seq in view.sequences if view.reuses else ():
-        if seq.state == sequence.CLOSING.code:
-            continue
-        if len(seq.blocks) != len(seq.keys) or len(seq.keys) != seq.known // view.tokens_per_block:
-            yield f"sequence {seq.uid} knows {seq.known} tokens, {len(seq.blocks)} blocks"
-        parent = None
-        for at, (name, key) in enumerate(zip(seq.blocks, seq.keys, strict=False)):
-            block = known[name] if name is not None else None
-            if block is None:
-                break
-            if (block.key, block.tenant, block.ordinal) != (key, seq.tenant, at):
-                yield f"block {at} of sequence {seq.uid} is another in the index"
-            if block.parent != parent:
-                yield f"block {at} of sequence {seq.uid} has another before it in the index"
-            parent = name
-
-
-@_law(7, "a hit stays", "always", "what a copy reads is held until the copy has ended")
-def hits_stay(view: View) -> Iterator[str]:
-    """Each slot that is nobody's knows the copies that read it, and is held while there are any."""
-    reading: dict[int, set[int]] = {}
-    for copy in view.transfers:
-        for slot in copy.slots if copy.onboards else ():
-            reading.setdefault(slot, set()).add(copy.token)
-    if reading != view.readers:
-        yield f"copies read {reading}, the books say {dict(view.readers)}"
-    for slot, code in enumerate(view.host_states):
-        idle = code == host.STALE_HELD.code and slot not in reading
-        if idle or (slot in reading and code not in (host.STALE_HELD.code, host.DRAINING.code)):
-            yield f"host slot {slot} is {_slot(view, slot)}, and read by {reading.get(slot)}"
+_law(4, "publish after write", "always", "what can be found is written")(publish_after_write)
+_law(5, "index coherence", "always", "what the index names still has those bytes")(index_coherence)
+_law(6, "whole keys", "always", "a block is found by equal inputs only")(whole_keys)
+_law(7, "a hit stays", "always", "what a copy reads is held until the copy has ended")(hits_stay)
 
 
 @_law(8, "all or nothing", "change", "a failed call changes no sequence")
@@ -608,23 +507,7 @@ def no_writer(view: View) -> Iterator[str]:
                 yield f"step {step.number} writes page {first} of sequence {seq.uid}: {state}"
 
 
-_MIRRORS: Final = frozenset((host.MIRRORING.code, host.MIRROR.code))
-
-
-@_law(21, "tier order", "always", "whoever has a block has the block before it")
-def tier_order(view: View) -> Iterator[str]:
-    """Owners and those in line for a block are that for its parent too: so nothing that somebody
-    has is cut off."""
-    users = {b.name: {b.owner, *b.line} - {None} for b in view.blocks}
-    for block in view.blocks:
-        if block.parent is not None and not users[block.name] <= users[block.parent]:
-            missing = users[block.name] - users[block.parent]
-            yield f"block {block.ordinal} is of {missing}, the one before it is not"
-        on_gpu = any(one is not None for one in (block.owner, block.span, block.range))
-        mirrors = block.slot is not None and view.host_states[block.slot] in _MIRRORS
-        if (not on_gpu and block.slot is None) or on_gpu != (block.slot is None or mirrors):
-            slot = "no slot" if block.slot is None else _slot(view, block.slot)
-            yield f"block {block.ordinal} is on the GPU: {on_gpu}, on the host: {slot}"
+_law(21, "tier order", "always", "whoever has a block has the block before it")(tier_order)
 
 
 @_law(22, "events replay", "always", "replaying the emitted events rebuilds the index")
@@ -633,16 +516,7 @@ def events_replay(view: View) -> Iterator[str]:
     yield from (f"the events: {fault}" for fault in view.event_faults)
 
 
-@_law(23, "isolation", "always", "nothing is found across tenants")
-def isolation(view: View) -> Iterator[str]:
-    """Whoever owns a block, or is in line for it, is of its tenant; so is whoever maps a span."""
-    tenants = {seq.uid: seq.tenant for seq in view.sequences}
-    yield from spans_are_of_their_tenants(view, tenants)
-    for block in view.blocks:
-        users = block.line if block.owner is None else (block.owner, *block.line)
-        for uid in users:
-            if tenants.get(uid) != block.tenant:
-                yield f"block {block.ordinal} of tenant {block.tenant!r} is of sequence {uid}"
+_law(23, "isolation", "always", "nothing is found across tenants")(isolation)
 
 
 @_law(24, "clean end", "end", "after the last close nothing is held")
@@ -650,10 +524,6 @@ def clean_end(ledger: Ledger) -> Iterator[str]:
     """No frame, mapping, reservation, host memory or pending work is left."""
     if not ledger.empty:
         yield f"the device still holds {ledger}"
-
-
-def _slot(view: View, slot: int) -> str:
-    return host.HOST.states[view.host_states[slot]].name
 
 
 def _name(seq: SequenceFact) -> str:
