@@ -104,6 +104,13 @@ _LOADING: Final = bytes(
 )
 _READABLE: Final = frozenset(state.code for state in page.PAGE.states if state.readable)
 _WRITABLE: Final = frozenset(state.code for state in page.PAGE.states if state.writable)
+_FULL: Final = frozenset(
+    state.code
+    for state in (
+        page.COMMITTED, page.PRIVATE, page.ALIASED, page.LOADING_COMMITTED, page.LOADING_PRIVATE,
+        page.HOST_HELD_COMMITTED, page.HOST_HELD_PRIVATE,
+    )
+)  # fmt: skip
 _TAIL: Final = bytes([frame.PARKED.code])
 _SHARED: Final = bytes([frame.LIVE_SPAN.code])
 _CHARGED: Final = (frame.MAPPED.code, frame.LIVE_SPAN.code)
@@ -367,6 +374,22 @@ def all_finish(run: FairRun) -> Iterator[str]:
             f"sequence {seq.uid} has {seq.settled} of {seq.max_tokens} tokens after {run.calls} "
             f"calls, of {run.most_calls} that may be needed; refused: {refusals or 'nothing'}"
         )
+
+
+@_law(14, "groups agree", "always", "a known prefix is there in every layer group, in common units")
+def groups_agree(view: View) -> Iterator[str]:
+    """There is one group so far. Each block whose tokens are known is readable in it, or will be
+    once copies are done; and what is mapped of others is whole units of frames and blocks."""
+    unit = view.align_bytes // view.frame_bytes
+    for fact in view.ranges:
+        if len(fact.aliases) % unit:
+            yield f"range {fact.number} maps {len(fact.aliases)} frames, no multiple of {unit}"
+    for seq in view.sequences:
+        lives = seq.state in (sequence.ACTIVE.code, sequence.SUSPENDED.code)
+        for at in range(seq.known // view.tokens_per_block if lives else 0):
+            if seq.pages[at] not in _FULL:
+                state = page.PAGE.states[seq.pages[at]]
+                yield f"sequence {seq.uid} knows block {at}, whose page is {state}"
 
 
 @_law(16, "counters are sums", "always", "a number beside a state agrees with the states")

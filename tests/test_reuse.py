@@ -270,7 +270,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
     for prompt, salt in ((PROMPT, b"b"), ([*PROMPT[:4], 0], b"a")):
         kv.create(prompt, 16, salt=salt).resume()
     seen = view(kv)
-    assert [law(number, seen) for number in (4, 5, 6, 7, 21, 23)] == [""] * 6
+    assert [law(number, seen) for number in (4, 5, 6, 7, 14, 21, 23)] == [""] * 7
     block = next(b for b in seen.blocks if b.owner == first.uid and b.ordinal == 1)
     stale = next(b for b in seen.blocks if b.slot is not None)
 
@@ -280,7 +280,9 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
 
     short = tuple(evolve(s, settled=3) if s.uid == first.uid else s for s in seen.sequences)
     step = StepFact(9, False, (first.row,), ((first.row, 3, 5),), ((first.row, 3, 5),))
+    vacant = tuple(evolve(s, pages=bytes(len(s.pages))) for s in seen.sequences)
     for number, broken, says in (
+        (14, evolve(seen, sequences=vacant), "knows block 0, whose page is VACANT"),
         (4, evolve(seen, sequences=short), "of sequence 2, which has 3 tokens"),
         (4, evolve(seen, steps=(step,)), "found while a step writes from 3 to 5"),
         (4, with_block(stale, landed=False), "has STALE_HELD, landed: False"),
