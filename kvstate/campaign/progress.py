@@ -46,13 +46,11 @@ where a copy fails, or where room must be made for an older one."""
 def finish_fairly(player: Player) -> None:
     """Let a fair engine finish all sequences. Raises Broken if it does not get there.
 
-    A poisoned manager is asked for nothing, nor one that finds out now that a copy never ends.
+    Nothing is asked of a poisoned manager, nor of one with a copy that never ends.
     """
-    if player.kv.actor.fault is not None:
+    if player.kv.actor.fault is not None or player.device.hung:
         return
     run, violations = Fair(player).run(), list[str]()
-    if player.kv.actor.fault is not None and player.device.hung:
-        return
     for law in laws("fair"):
         player.laws[law.name] += 1
         violations += law.violations(run)
