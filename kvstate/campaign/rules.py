@@ -28,6 +28,7 @@ FAILURES: Final = {
     trace.Step: ("complete", "copy", *_MAPPING),
     trace.Resize: ("fill", *_MAPPING),
     trace.Fork: ("complete", "copy", "wait", *_MAPPING),
+    trace.Rewind: ("complete", "copy", "wait", *_MAPPING),
     trace.Clear: ("unmap", "unmapping", "quiesce"),
     trace.Trim: ("unmap", "unmapping", "release", "freeing", "quiesce"),
     trace.Drop: ("copy", "record", "wait", "fill"),
@@ -149,6 +150,8 @@ def _failures(call: trace.AnyCall, random: Random) -> dict[str, int | list[int]]
         first = random.randint(1, 12)
         return {"any": [first, first + 1]}
     chosen = random.sample(kinds, 2 if chance < 0.03 else 1)
+    if "complete" in kinds and random.random() < 0.4:
+        chosen = ["complete"]
     if "fill" in chosen and random.random() < 0.8:
         return {}
     return {kind: random.choice((1, 1, 1, 2)) for kind in chosen}
@@ -360,7 +363,10 @@ def _resize(played: Played, random: Random, name: int) -> trace.AnyCall:
 
 
 def _rewind(played: Played, random: Random, name: int) -> trace.AnyCall:
-    low = random.choice((0, played.seq.shared_tokens))
+    shared = played.seq.shared_tokens
+    if shared and random.random() < 0.7:
+        return trace.Rewind(seq=name, tokens=random.randrange(shared))
+    low = random.choice((0, shared))
     return trace.Rewind(seq=name, tokens=_within(random, low, played.story.settled))
 
 
