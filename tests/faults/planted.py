@@ -255,7 +255,6 @@ FAULTS = (
         "kvstate/admission.py",
         "most = min(max(0, len(prompt) // ID_BYTES - 1), max_tokens)",
         "most = min(len(prompt) // ID_BYTES, max_tokens)",
-        "        most = min(max(0, known), seq.max_tokens)",
     ),
     Fault(
         "nobody inherits the canonical page",
