@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from kvstate import Manager, trace
@@ -77,6 +80,19 @@ def test_what_was_not_seen_is_named() -> None:
         for state in STATES
     )
     assert len(unseen) == len(ROWS) + len(STATES) - initial - 2 + len(fuzz.REFUSALS) + len(LAWS) + 1
+
+
+def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "kvstate", "fuzz", "--device", "host", "--workers", "2",
+               "--seconds", "600", "--save", str(tmp_path)]  # fmt: skip
+    with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
+        found = list[psutil.Process]()
+        while len(found) < 3:  # two workers, and what counts their semaphores
+            found = psutil.Process(parent.pid).children()
+        parent.kill()
+        parent.wait()
+    _, alive = psutil.wait_procs(found, timeout=60)
+    assert alive == []
 
 
 def test_workers_play_different_episodes_and_add_up() -> None:

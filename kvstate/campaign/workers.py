@@ -94,4 +94,6 @@ def _work(
 
 
 def _stopped(stop: Event, _: Tally) -> bool:
-    return stop.is_set()
+    """Told to stop, or nobody is there any more who could: the parent was killed."""
+    parent = multiprocessing.parent_process()
+    return stop.is_set() or (parent is not None and not parent.is_alive())
