@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 .PHONY: fuzz test lint docs bench clean
 
 fuzz: $(VENV)/.core
-	$(BIN)/kvstate fuzz --seconds 60 --workers 2 --known tests/known
+	$(BIN)/kvstate fuzz --seconds 120 --workers 2 --known tests/known
 
 test: $(VENV)/.dev lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
