@@ -117,6 +117,7 @@ class Rewinding(Admission):
         sharing = self._still_shared(seq, full)
         shared = 0 if sharing is None else sharing.blocks
         passage = self.spans.passage(seq, self.reuse.epoch, closing=False)
+        self._check_promise(seq, sharing, passage)
         leaving = self.reuse.leaving(seq, full, passage)
         pages = Cells(seq, bytearray(len(seq.pages.states)))
         range_, parked, frames = self._range_for(seq, length_tokens, sharing, [])
@@ -135,6 +136,20 @@ class Rewinding(Admission):
         plan.operands = operands
         plan.move(_MOVE, seq, chosen)
         return Move(Start(plan, range_, Match([]), sharing, []), pages, leaving, passage)
+
+    def _check_promise(
+        self, seq: Sequence, sharing: Sharing | None, passage: Passage | None
+    ) -> None:
+        """Who was promised all its room needs more of it if it shares less, and gets what it leaves.
+        Raises OutOfFrames if that is not to be had."""
+        range_, gpu = seq.range, self.gpu
+        if not seq.reserves or range_ is None:
+            return
+        left = range_.charged - self.spans.passed_frames(passage)
+        had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames + left
+        whole = self._whole(seq, sharing)
+        if whole > had - (self._promised() - seq.promised_frames):
+            raise self._short(str(seq), whole, "reserve")
 
     def _still_shared(self, seq: Sequence, full: int) -> Sharing | None:
         """What it can map of its first blocks: those whose bytes the index has just as it has

@@ -297,6 +297,10 @@ class Spans:
         """Frames at the beginning of a range that are not its own once its owner has left."""
         return range_.shared if passage is None else self._frames(passage.end)
 
+    def passed_frames(self, passage: Passage | None) -> int:
+        """Frames of its own that a sequence leaves to the registry."""
+        return 0 if passage is None else self._frames(passage.end) - passage.span.first_frame
+
     def passed(self, passage: Passage) -> None:
         """The span is the registry's, just before that is settled: ranges land when it is."""
         span = passage.span
