@@ -140,7 +140,7 @@ class Rewinding(Admission):
     def _check_promise(
         self, seq: Sequence, sharing: Sharing | None, passage: Passage | None
     ) -> None:
-        """Who was promised all its room needs more of it if it shares less, and gets what it leaves.
+        """Who was promised all its room needs more if it shares less, and gets back what it leaves.
         Raises OutOfFrames if that is not to be had."""
         range_, gpu = seq.range, self.gpu
         if not seq.reserves or range_ is None:
