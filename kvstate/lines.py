@@ -26,7 +26,7 @@ from kvstate.runs import runs_of
 from kvstate.sequence import Sequence
 from kvstate.spans import Span
 from kvstate.spec.compiled import MACHINES
-from kvstate.spec.page import COMMITTED, PRIVATE
+from kvstate.spec.page import COMMITTED, PRIVATE, RETAINED
 from kvstate.tiers import HostSlots
 
 _EVICT_SLOT: Final = MACHINES.cell("host.evict")
@@ -173,13 +173,15 @@ class Lines:
 
     def _release(self, nodes: list[Node]) -> None:
         """Parked memory retains no block that cannot be found."""
-        plan = self.flight.plan()
+        plan, gone = self.flight.plan(), dict[Range, set[Node]]()
         for node in nodes:
-            range_ = node.owner
-            if isinstance(range_, Range) and node in range_.nodes:
-                plan.fire(_RELEASE, range_.pages, node.ordinal, node.ordinal + 1)
-                range_.nodes.remove(node)
+            range_, at = node.owner, node.ordinal
+            if isinstance(range_, Range) and range_.pages.states[at] == RETAINED.code:
+                plan.fire(_RELEASE, range_.pages, at, at + 1)
+                gone.setdefault(range_, set()).add(node)
         plan.settle()
+        for range_, cut in gone.items():
+            range_.nodes = [node for node in range_.nodes if node not in cut]
 
     def _drop_copies(self, found: list[tuple[Node, Sequence]]) -> None:
         """Other pages are canonical than those that the host has copies of, or pages that are on

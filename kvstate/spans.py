@@ -283,7 +283,7 @@ class Spans:
         if passage is None:
             return {}
         span, cells = passage.span, passage.span.home.frames
-        own = self._frames(passage.end) - span.first_frame
+        own = self.passed_frames(passage)
         blocks = passage.end - self._blocks(span.first_frame)
         span.pages.states = bytearray(blocks)
         return {

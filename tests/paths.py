@@ -94,13 +94,16 @@ _READ: list[trace.AnyCall] = [
     trace.Close(seq=6),
 ]
 """A block that only the host has is cut from the index while a hit of it is read."""
-_TWICE: list[trace.AnyCall] = [
+_LEFT: list[trace.AnyCall] = [
     trace.Create(seq=1, max_tokens=8),
     trace.Resume(seq=1),
     trace.Step(step=2, seqs=[1], tokens=[4]),
     trace.Settle(step=2),
     trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
     trace.Close(seq=1),
+]
+_TWICE: list[trace.AnyCall] = [
+    *_LEFT,
     trace.Poll(),
     trace.Create(seq=3, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
     trace.Create(seq=4, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
@@ -124,14 +127,6 @@ RARE: tuple[list[trace.AnyCall], ...] = (
     [*_READ, trace.Trim(keep=0)],
 )
 """Programs whose last call fires what is hardly ever drawn."""
-_LEFT: list[trace.AnyCall] = [
-    trace.Create(seq=1, max_tokens=8),
-    trace.Resume(seq=1),
-    trace.Step(step=2, seqs=[1], tokens=[5]),
-    trace.Settle(step=2),
-    trace.Commit(seq=1, tokens=[0, 0, 0, 0]),
-    trace.Close(seq=1),
-]
 RETAINING: tuple[list[trace.AnyCall], ...] = (
     _LEFT,
     [*_LEFT, trace.Poll()],

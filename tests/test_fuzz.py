@@ -88,6 +88,7 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     with subprocess.Popen(command, stderr=subprocess.DEVNULL) as parent:
         found = list[psutil.Process]()
         while len(found) < 3:  # two workers, and what counts their semaphores
+            assert parent.poll() is None
             found = psutil.Process(parent.pid).children()
         parent.kill()
         parent.wait()

@@ -5,11 +5,15 @@ from __future__ import annotations
 from typing import cast
 
 import pytest
+from attrs import evolve
 
 from kvstate import Manager, Sequence
 from kvstate.device import ByteDevice
 from kvstate.errors import ConfigError
 from kvstate.gpu import HostDevice
+from kvstate.spec.range import RESERVED
+from kvstate.spec.span_laws import retained_are_named
+from kvstate.view import view
 from tests.conftest import Open, small
 from tests.test_reuse import PROMPT, go_on, said, wrong
 
@@ -143,6 +147,23 @@ def test_a_prefix_that_goes_takes_what_is_retained_behind_it(open_manager: Open)
     second.drop()
     assert kv.probe_reuse([*PROMPT, 0]) == 0
     assert "RETAINED" not in kv.stats().pages
+
+
+def test_the_laws_notice(open_manager: Open) -> None:
+    """Law 5: what is retained is what the index names, in memory that was left as it is."""
+    kv = left(open_manager)
+    seen, range_ = view(kv), kv.arena.ranges[1]
+    (fact,) = seen.ranges
+    assert list(retained_are_named(seen)) == []
+    for changes, says in (
+        ({"kept_frames": 1}, "retains page 3 beyond frame 1"),
+        ({"kept_frames": 9}, "keeps 9 of 2 frames"),
+        ({"state": RESERVED.code}, "is in use and keeps 2 frames"),
+        ({"pages": bytes(4)}, "differ in what is retained"),
+    ):
+        broken = evolve(seen, ranges=(evolve(fact, **changes),))
+        assert says in "; ".join(retained_are_named(broken)), says
+    assert range_.kept_frames == 2
 
 
 def test_new_weights_forget_what_is_retained(open_manager: Open) -> None:

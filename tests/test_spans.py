@@ -9,6 +9,7 @@ from __future__ import annotations
 from itertools import permutations
 
 import pytest
+from attrs import evolve
 
 from kvstate import Manager, Sequence
 from kvstate.device import ByteDevice, MapRun
@@ -309,7 +310,10 @@ def test_the_laws_notice(open_manager: Open) -> None:
     assert second.range is not None
     span = second.range.span
     assert span is not None
-    assert not any(law(number, view(kv)) for number in (1, 2, 5, 19, 20, 23))
+    assert not any(law(number, view(kv)) for number in (1, 2, 5, 14, 19, 20, 23))
+    assert law(14, evolve(view(kv), align_bytes=2 * FRAME)) == [
+        "range 2 maps 3 frames, no multiple of 2"
+    ]
     del span.holders[second.range.number]
     assert law(2, view(kv))
     span.holders[second.range.number] = second.range
