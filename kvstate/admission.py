@@ -192,15 +192,21 @@ class Admission(Stepping):
         return self._admits(max(1, self.geometry.frames(capacity_tokens)))
 
     def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
-        if not self.columns.states.count(ACTIVE.code):
+        if not self._running:
             return frames <= self.gpu.budget_frames
         limit = self.config.max_utilization_for_resume * self.gpu.budget_frames
         kept = self.gpu.in_spans - self.spans.frames_without(sharing)
         return self.gpu.charged + kept + frames <= limit
 
-    def _unpromised(self, sharing: Sharing | None = None) -> int:
-        """Frames that no sequence has and that none was promised. O(sequences)."""
-        kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=True)
+    @property
+    def _running(self) -> int:
+        """Sequences that run: whoever begins beside none may have the protected share too."""
+        return self.columns.states.count(ACTIVE.code)
+
+    def _unpromised(self, sharing: Sharing | None = None, *, competing: bool) -> int:
+        """Frames that no sequence has and that none was promised; without the protected share if
+        somebody is `competing` for them. O(sequences)."""
+        kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=competing)
         return self.gpu.budget_frames - self.gpu.charged - kept - self._promised()
 
     def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:
@@ -210,7 +216,8 @@ class Admission(Stepping):
         unit = self.spans.unit_frames
         shared = self.geometry.whole_frames(shared_tokens) // unit * unit
         each = max(1, self.geometry.frames(max_tokens) - shared)
-        return max(0, self._unpromised() // each)
+        one = not self._running and self._unpromised(competing=False) >= each
+        return max(int(one), self._unpromised(competing=True) // each)
 
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
@@ -399,7 +406,7 @@ class Admission(Stepping):
     def _sharing(self, seq: Sequence, match: Match) -> Sharing | None:
         """What of the match is mapped; nothing if a copy is faster and memory is plenty. One that
         begins alone can be finished beside it."""
-        alone = seq.max_tokens if not self.columns.states.count(ACTIVE.code) else None
+        alone = None if self._running else seq.max_tokens
         sharing, share = self.spans.sharing(match.nodes, alone), self.config.gpu.copy_share
         if sharing is None or share == 1:
             return sharing
@@ -413,7 +420,9 @@ class Admission(Stepping):
         if not self._admits(needed, sharing):
             raise self._short(str(seq), needed, "gate")
         whole = self._whole(seq, sharing) if seq.reserves else needed
-        if (seq.reserves or self._promised()) and whole > self._unpromised(sharing):
+        if not seq.reserves and not self._promised():
+            return
+        if whole > self._unpromised(sharing, competing=self._running > 0):
             raise self._short(str(seq), whole, "reserve")
 
     def _needed(self, tokens: int, sharing: Sharing | None) -> int:

@@ -18,7 +18,7 @@ from typing import Final
 
 from kvstate.act import Actor
 from kvstate.arena import Range
-from kvstate.blocks import Node
+from kvstate.blocks import Node, descendants
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.plan import Plan, Run
@@ -215,6 +215,8 @@ class Lines:
             short = slots - self.host.free
             victims = self.index.victims(short) or self._outlived(short)
             if not victims:
+                if self._uncover():
+                    continue
                 return
             self._inherit([node for node in victims if node.owner is None and node in self.lines])
             self.free([node.slot for node in victims if node.slot is not None])
@@ -226,6 +228,16 @@ class Lines:
         recently used. Cost: O(blocks that several have)."""
         nodes = [n for n in self.lines if n.slot is not None and n.owner is None and not n.pins]
         return sorted(nodes, key=lambda node: (node.used, node.serial))[:most]
+
+    def _uncover(self) -> bool:
+        """Give up what parked memory retains behind a page that is nobody's, the least recently
+        used: it cannot be found without that. Whether there was any. Cost: O(index)."""
+        covered = [node for node in self.index.slots.values() if _only_retained_behind(node)]
+        if not covered:
+            return False
+        node = min(covered, key=lambda node: (node.used, -node.ordinal))
+        self.free(self._cut_all(list(node.children.values())))
+        return True
 
     def _inherit(self, nodes: list[Node]) -> None:
         """Blocks lose their host copies, and somebody has pages of them: theirs are canonical."""
@@ -249,6 +261,15 @@ class Lines:
         records = [slot for slot in slots if self.host.pages.states[slot]]
         for cells, low, high in runs_of(self.host.pages, records):
             plan.fire(_EVICT_PAGE, cells, low, high)
+
+
+def _only_retained_behind(node: Node) -> bool:
+    """The host has the block for nobody, and all behind it is retained by parked ranges."""
+    if node.owner is not None or node.pins or node.host_children or not node.children:
+        return False
+    return all(
+        isinstance(one.owner, Range) and one.slot is None for one in descendants(node.children)
+    )
 
 
 def source_of(node: Node) -> Range | None:

@@ -341,8 +341,10 @@ def progress(view: View, error: Any) -> Iterator[str]:
         had = sum(view.host_counts[state.code] for state in states)
         if error.needed <= had:
             yield f"refused {error.needed} host slots with {had} free, draining or nobody's"
-    if place == "gate" and not any(seq.state == sequence.ACTIVE.code for seq in view.sequences):
-        yield "the gate refused although nothing runs"
+    if place in ("gate", "reserve") and not any(
+        seq.state == sequence.ACTIVE.code for seq in view.sequences
+    ):
+        yield f"the {place} check refused {error.needed} frames although nothing runs"
 
 
 @_law(12, "promises", "always", "what was promised can be had")

@@ -370,6 +370,22 @@ def test_two_that_would_wait_for_each_other_are_not_both_let_in(open_manager: Op
     second.resize(16)
 
 
+def test_who_begins_alone_is_promised_the_protected_share_too(open_manager: Open) -> None:
+    """A span that is left keeps three of eight frames while sequences compete, and none of them
+    from the only one."""
+    kv = open_manager(frames=8, slots=0, protected_share=0.5, max_tokens=32, spans="all")
+    said(kv, LONG[:12]).close()
+    kv.poll()
+    assert (kv.gpu.in_spans, kv.fits(32), kv.fits(20)) == (3, 1, 1)
+    promised = kv.create(max_tokens=32, reserve=True)
+    promised.resume()
+    other = kv.create([*LONG[:12], 0], 16)
+    with pytest.raises(OutOfFrames, match="refused by the reserve"):
+        other.resume()
+    promised.resize(32)
+    assert kv.gpu.in_spans == 0
+
+
 def test_how_many_of_a_shape_fit(open_manager: Open) -> None:
     kv = open_manager(frames=16, slots=0)
     assert (kv.fits(16), kv.fits(4), kv.fits(16, shared_tokens=12)) == (4, 16, 16)

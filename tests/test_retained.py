@@ -198,3 +198,24 @@ def test_what_was_retained_is_scrubbed_when_it_is_given_up(
 def test_it_needs_an_index() -> None:
     with pytest.raises(ConfigError, match="retain is on, but with write_through 'off'"):
         small(retain=True, write_through="off")
+
+
+def test_the_host_can_have_what_only_parked_memory_stands_behind(open_manager: Open) -> None:
+    """Two say the same; the first is dropped while its copies are on the way, so nobody but the
+    host has them, and the other leaves the block behind them in parked memory."""
+    kv = open_manager(retain=True, spans="off", slots=4, write_through="on_commit")
+    first, second = begun(kv, PROMPT), begun(kv, PROMPT)
+    go_on(kv, first, PROMPT[:4])
+    hog = kv.create(max_tokens=8, commit=False)
+    hog.resume()
+    go_on(kv, hog, [7] * 8)
+    first.drop()
+    go_on(kv, second, PROMPT[:6])
+    second.close()
+    kv.poll()
+    assert (kv.host.stale, kv.stats().pages["RETAINED"], kv.probe_reuse(PROMPT)) == (3, 1, 6)
+    hog.suspend()
+    assert (hog.state_name, kv.probe_reuse(PROMPT)) == ("SUSPENDED", 0)
+    hog.resume()
+    kv.poll()
+    assert wrong(kv, hog, [7] * 8) == 0
