@@ -38,7 +38,7 @@ class Pinned:
     """Runs of host memory that the device can copy to and from."""
 
     def __init__(self, driver: Driver, books: Books) -> None:
-        self.driver, self.books = driver, books
+        self.driver, self.books, self.unit_bytes = driver, books, UNIT_BYTES
         self.units: dict[int, list[int]] = {}
         """The first addresses of the registered units, by the address of their run."""
 
@@ -51,16 +51,17 @@ class Pinned:
         with self.books.whole() as undo:
             undo.append(partial(_libc.munmap, address, size_bytes))
             self._touch(address, size_bytes)
-            for first, size in _units(address, size_bytes):
+            units = self._units(address, size_bytes)
+            for first, size in units:
                 self._register(first, size)
                 undo.append(partial(self._unregister, first))
-        self.units[address] = [first for first, _ in _units(address, size_bytes)]
+        self.units[address] = [first for first, _ in units]
         return address
 
     def unreserve(self, address: int, size_bytes: int) -> None:
         """Unregister and give back; if anything fails, neither."""
         with self.books.whole() as undo:
-            for first, size in _units(address, size_bytes):
+            for first, size in self._units(address, size_bytes):
                 self._unregister(first)
                 undo.append(partial(self._register, first, size))
         del self.units[address]
@@ -91,9 +92,9 @@ class Pinned:
     def _cut(self, run: CopyRun) -> int:
         """Bytes up to where the run must be cut; 0 if nowhere."""
         for base, units in self.units.items():
-            end = units[-1] + UNIT_BYTES if units else base
+            end = units[-1] + self.unit_bytes if units else base
             for side in (run.target, run.source):
-                left = UNIT_BYTES - (side - base) % UNIT_BYTES
+                left = self.unit_bytes - (side - base) % self.unit_bytes
                 if base <= side < end and left < run.size_bytes:
                     return min(left, MOST_BYTES)
         return MOST_BYTES if run.size_bytes > MOST_BYTES else 0
@@ -106,8 +107,7 @@ class Pinned:
             end = address + size_bytes
             list(pool.map(lambda at: ctypes.memset(at, 0, min(_TOUCH_BYTES, end - at)), firsts))
 
-
-def _units(address: int, size_bytes: int) -> list[tuple[int, int]]:
-    """(first address, size in bytes) of the units that are registered one by one."""
-    end = address + size_bytes
-    return [(at, min(UNIT_BYTES, end - at)) for at in range(address, end, UNIT_BYTES)]
+    def _units(self, address: int, size_bytes: int) -> list[tuple[int, int]]:
+        """(first address, size in bytes) of the units that are registered one by one."""
+        end, unit = address + size_bytes, self.unit_bytes
+        return [(at, min(unit, end - at)) for at in range(address, end, unit)]

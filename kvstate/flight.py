@@ -232,6 +232,7 @@ class Flight:
             runs.hand_over(seq, plan.operands)
         if transfer.inward and not ok:
             self.columns.set_scheduled(seq.row, seq.length_tokens)
+            self.reuse.away(seq)
         elif transfer.loads or not ok:
             seq.slots, seq.held_tokens = (), 0
         if not ok and not transfer.inward:

@@ -117,8 +117,8 @@ class Lines:
             node.edition = heir.editions[node.ordinal]
         return changed
 
-    def hand_on(self, seq: Sequence) -> None:
-        """A sequence is suspended: of its canonical blocks, those that others have on the GPU are
+    def _hand_on(self, seq: Sequence) -> None:
+        """Of the canonical blocks of a suspended sequence, those that others have on the GPU are
         theirs, so that they can still be found."""
         found = list[tuple[Node, Sequence]]()
         for node in seq.nodes:

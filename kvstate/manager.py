@@ -173,8 +173,7 @@ class Manager(Rewinding):
         if passage is not None:
             self.reuse.give_way(seq, passage.span.nodes)
         runs.hand_over(seq, plan.operands)
-        self.reuse.taken(seq)
-        self.reuse.hand_on(seq)
+        self.reuse.away(seq)
         seq.slots, seq.held_tokens = slots, seq.scheduled_tokens
         self.counters["suspends"] += 1
 

@@ -46,6 +46,7 @@ _REGAIN_PAGE: Final = MACHINES.cell("page.regain")
 _MIRROR: Final = MACHINES.cell("host.mirror")
 _COMMITTED: Final = COMMITTED.code
 _SERVED: Final = frozenset((STALE.code, STALE_HELD.code))
+_MIRRORS: Final = frozenset((MIRROR.code, MIRRORING.code))
 
 
 class Naming(NamedTuple):
@@ -404,16 +405,23 @@ class Reuse(Lines):
             if states[node.slot] == MIRROR.code
         }
 
-    def taken(self, seq: Sequence) -> None:
-        """A sequence is suspended, and host copies that were there are its own now; those that are
-        still on the way are not wanted any more."""
-        states, late = self.host.cells.states, list[int]()
+    def away(self, seq: Sequence) -> None:
+        """A sequence is suspended, by a call or because the copy that should bring it back has
+        failed: what it has of canonical blocks is its own host copies, or is others' from now on.
+        """
+        self._taken(seq)
+        self._hand_on(seq)
+
+    def _taken(self, seq: Sequence) -> None:
+        """Host copies that were there are its own now; it has others of those that are not, or are
+        still on the way."""
+        states, doubled = self.host.cells.states, list[int]()
         for node in seq.nodes:
             if node.owner is seq and node.slot is not None:
-                if states[node.slot] == MIRRORING.code:
-                    late.append(node.slot)
+                if states[node.slot] in _MIRRORS:
+                    doubled.append(node.slot)
                 self.index.lose_slot(node)
-        self.free(late)
+        self.free(doubled)
 
     def _failed(self, transfer: Transfer) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
         """Of pages that were to be kept and have no owner: what others have, what nobody has."""

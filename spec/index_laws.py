@@ -127,12 +127,20 @@ def hits_stay(view: View) -> Iterator[str]:
 
 def tier_order(view: View) -> Iterator[str]:
     """Owners and those in line for a block are that for its parent too: so nothing that somebody
-    has is cut off."""
+    has is cut off. Whoever owns a block and is on the host has the only copy there."""
+    held = {
+        (seq.uid, at)
+        for seq in view.sequences
+        for at, code in enumerate(seq.pages)
+        if code == page.HOST_HELD_COMMITTED.code
+    }
     users = {b.name: {b.owner, *b.line} - {None} for b in view.blocks}
     for block in view.blocks:
         if block.parent is not None and not users[block.name] <= users[block.parent]:
             missing = users[block.name] - users[block.parent]
             yield f"block {block.ordinal} is of {missing}, the one before it is not"
+        if block.slot is not None and (block.owner, block.ordinal) in held:
+            yield f"block {block.ordinal} is on the host twice: slot {block.slot} has it too"
         on_gpu = any(one is not None for one in (block.owner, block.span, block.range))
         mirrors = block.slot is not None and view.host_states[block.slot] in _MIRRORS
         if (not on_gpu and block.slot is None) or on_gpu != (block.slot is None or mirrors):

@@ -77,6 +77,7 @@ class _Threads:
             could = (current, *(at for at in left if at != current)) if goes_on else tuple(left)
             at = len(run.choices)
             chosen = wanted[at] if at < len(wanted) else could[0]
+            assert chosen in could, f"the run does not repeat: {chosen} has ended at point {at}"
             run.choices.append(chosen)
             run.could.append(could)
             run.preempted.append(preempted)

@@ -261,6 +261,30 @@ def law(number: int, seen: View) -> str:
     return "\n".join(one.violations(seen))
 
 
+def test_what_it_came_to_own_while_its_load_failed_is_on_the_host_once(open_manager: Open) -> None:
+    """A fork comes back from the host, its parent leaves it the canonical pages, of which the host
+    has copies, and then the load fails: the fork has copies of its own there."""
+    kv = open_manager(HostDevice(), spans="off", write_through="on_commit")
+    parent = said(kv, PROMPT)
+    said(kv, [7, 7], commit=False).close()
+    kv.poll()
+    assert kv.host.stale == 4, "its pages were copied out when the next step began"
+    child = parent.fork()
+    kv.poll()
+    child.suspend()
+    kv.poll()
+    cast("HostDevice", kv.device).fail_next("complete")
+    child.resume()
+    parent.close()
+    assert kv.host.stale == 4
+    kv.poll()
+    assert (child.state_name, kv.host.stale, kv.probe_reuse([*PROMPT, 0])) == ("SUSPENDED", 0, 0)
+    child.resume()
+    kv.poll()
+    assert wrong(kv, child, PROMPT) == 0
+    child.close()
+
+
 def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
     """Views of a sound manager, each with one thing made wrong."""
     kv = open_manager(HostDevice(streams="adversarial", seed=1))
@@ -281,6 +305,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
     short = tuple(evolve(s, settled=3) if s.uid == first.uid else s for s in seen.sequences)
     step = StepFact(9, False, (first.row,), ((first.row, 3, 5),), ((first.row, 3, 5),))
     vacant = tuple(evolve(s, pages=bytes(len(s.pages))) for s in seen.sequences)
+    away = tuple(evolve(s, pages=b"\7" * len(s.pages)) for s in seen.sequences)
     for number, broken, says in (
         (14, evolve(seen, sequences=vacant), "knows block 0, whose page is VACANT"),
         (4, evolve(seen, sequences=short), "of sequence 2, which has 3 tokens"),
@@ -296,6 +321,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
         (7, evolve(seen, readers={}), "the books say"),
         (7, evolve(seen, transfers=(), readers={}), "read by None"),
         (21, with_block(block, owner=99), "the one before it is not"),
+        (21, evolve(with_block(block, slot=stale.slot), sequences=away), "on the host twice"),
         (21, with_block(stale, slot=None), "on the GPU: False, on the host: no slot"),
         (23, with_block(block, tenant=b"c"), "of tenant b'c'"),
     ):

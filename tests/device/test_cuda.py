@@ -27,7 +27,7 @@ from attrs import evolve
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import ConfigError, DeviceError
-from kvstate.gpu import open_device, pinned
+from kvstate.gpu import open_device
 from kvstate.gpu.driver import Driver
 from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, relative, segments
 from tests.interleave import Job, interleavings
@@ -364,8 +364,8 @@ def test_scattered_runs_arrive_in_both_directions(cuda: Rig, count: int) -> None
     assert cuda.device.peek(back, count * size) == cuda.device.peek(address, count * size)
 
 
-def test_a_copy_may_cross_registered_units(cuda: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pinned, "UNIT_BYTES", 1 << 20)
+def test_a_copy_may_cross_registered_units(cuda: Rig) -> None:
+    inside(cuda).pinned.unit_bytes = 1 << 20
     address, host = cuda.mapped(1), cuda.device.host_reserve(4 << 20)
     rows = (3 << 20) // 256
     cuda.write(segments((address, 0, rows, 5)))
@@ -471,10 +471,13 @@ def test_an_interrupted_campaign_leaves_the_card_clean(driver: Driver, tmp_path:
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip
+    assert child.stderr is not None
+    assert child.stderr.readline().startswith("seed"), "from here on it plays"
     begun = time.monotonic()
     while driver.free_bytes() >= before:
         assert time.monotonic() < begun + 60, "it has not begun"
         time.sleep(0.1)
+    time.sleep(1)
     child.send_signal(signal.SIGINT)
     out, err = child.communicate(timeout=30)
     assert child.returncode == 0, err
@@ -536,10 +539,11 @@ def test_a_manager_of_an_8b_shape_moves_a_sequence_out_and_in(driver: Driver) ->
 
 def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
     """While the device takes one from the pool: none is lost, and none is handed out twice."""
-    device, held = inside(cuda), list[Any]()
-    lent = {int(event) for event in device._events} - {int(event) for event in device.idle_events}
+    device, held, before = inside(cuda), list[Any](), set[int]()
 
     def make() -> list[Job]:
+        device.idle_events.clear()  # so that every run begins alike
+        before.update(int(handle) for handle in device._events)
         held[:] = [device.record(None)]
         return [partial(device.record, None), held.clear]
 
@@ -548,4 +552,5 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
         event = run.results.pop(0)
         handles = [int(handle) for handle in (event.handle, *device.idle_events)]
         assert len(set(handles)) == len(handles)
-        assert lent.union(handles) == {int(handle) for handle in device._events}
+        assert before.union(handles) == {int(handle) for handle in device._events}
+        del event
