@@ -59,7 +59,7 @@ BATCH_FROM = 8
 """From this many runs on, a copy is one batched call, if they are small."""
 BATCH_BYTES = 256 << 10
 """What a copy takes longer for than its own call does: from here on, calls hide behind copies."""
-SPINS = ((0.3, 200_000), (0.05, 4_000_000))
+SPINS = ((0.3, 200_000), (0.15, 4_000_000))
 """Unless streams are eager, how likely work is delayed, and by how many cycles at most: often
 by up to 0.1 ms, now and then by up to 2 ms, which Python does not outrun."""
 

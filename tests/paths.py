@@ -18,7 +18,7 @@ from attrs import define, field, frozen
 from kvstate import trace
 from kvstate.campaign.fuzz import EPISODE_CALLS
 from kvstate.campaign.legal import is_legal
-from kvstate.campaign.player import Player
+from kvstate.campaign.player import Look, Player
 from kvstate.campaign.rules import draw, draw_weights
 from kvstate.campaign.shrink import shrink
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
@@ -258,7 +258,7 @@ def _note(found: Found, node: Node, child: Node, player: Player) -> None:
 
 def play(program: Program, *, retain: bool = False) -> Player:
     """A player that has played the program, still open."""
-    player = Player(header(retain=retain), NullDevice(), checked=False)
+    player = Player(header(retain=retain), NullDevice(), Look(0))
     for call in program:
         player.apply(call)
     return player

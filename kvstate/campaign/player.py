@@ -12,6 +12,7 @@ from __future__ import annotations
 import traceback
 from collections import Counter, deque
 from collections.abc import Iterable
+from enum import Flag, auto
 from pathlib import Path
 from typing import Any
 
@@ -46,6 +47,19 @@ LOST = "device lost"
 """The kind of failure after which the process has no device any more."""
 STREAMS = 3
 """Streams of the player: the default one, and two more."""
+
+
+class Look(Flag):
+    """What a player looks at besides faults and what is legal."""
+
+    LAWS = auto()
+    BYTES = auto()
+    """Of sequences, of host copies and of freed memory, and what the naive model says."""
+    ORDER = auto()
+    """What is not ordered; without it, that has to show in bytes."""
+
+
+ALL = Look.LAWS | Look.BYTES | Look.ORDER
 
 
 class Skip(Exception):
@@ -91,20 +105,18 @@ class Part:
 
 
 class Player:
-    """Plays calls on one manager. Unless `checked`, only faults and legality are looked at; unless
-    `order`, what is out of order has to show in bytes."""
+    """Plays calls on one manager, and checks what it is told to look at."""
 
-    def __init__(
-        self, header: trace.Header, device: ByteDevice, *, checked: bool = True, order: bool = True
-    ) -> None:
-        device = ordered(device) if checked and order else device
+    def __init__(self, header: trace.Header, device: ByteDevice, look: Look = ALL) -> None:
+        device = ordered(device) if Look.ORDER in look else device
         self.config, self.device, self.strict = header.config, device, header.strict
         self.kv = Manager(header.config, device)
         self.laws: Counter[str] = Counter()
         """How often each law was asked for."""
-        self.checked = checked
-        if checked:
-            observe(self.kv, debug=True, asked=self.laws)
+        self.look = look
+        observe(self.kv, debug=Look.LAWS in look, asked=self.laws)
+        if Look.BYTES in look:
+            self.kv.flight.ignored = None  # freed memory is overwritten: a stale read is wrong
         self.coverage = self.kv.flight.coverage = self.kv.life.coverage = Coverage()
         device.set_rows(self.kv.geometry.row_bytes)
         self.streams = [None, *(device.stream() for _ in range(STREAMS - 1))]
@@ -321,7 +333,7 @@ class Player:
             parts = [part for part in launch.parts if part.played.stream is stream]
             if parts:
                 self._launch(launch, stream, parts)
-        if self.checked and self.device.ledger().work:
+        if Look.LAWS in self.look and self.device.ledger().work:
             check_laws(self.kv, self.laws)  # with what has just been launched
 
     def _launch(self, launch: Launch, stream: Stream, parts: list[Part]) -> None:
@@ -467,7 +479,7 @@ class Player:
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""
         self._check_faults()
-        if self.kv.actor.fault is not None or not self.checked:
+        if self.kv.actor.fault is not None or Look.BYTES not in self.look:
             return
         for played in self.seqs.values():
             self._check_story(played)

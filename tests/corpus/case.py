@@ -18,7 +18,7 @@ from attrs import evolve, frozen
 
 from kvstate import trace
 from kvstate.campaign.model import Broken
-from kvstate.campaign.player import Player
+from kvstate.campaign.player import ALL, Look, Player
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.gpu import open_device
 from kvstate.plan import STATE_NAMES
@@ -53,7 +53,8 @@ class How:
     """How a case is played."""
 
     streams: str
-    order: bool = True
+    look: int = ALL.value
+    """What is looked at, as a number of `Look`."""
     device: str = "host"
 
 
@@ -91,7 +92,7 @@ class Case:
         found = []
         for seed in self.seeds:
             try:
-                self.play_once(seed, how or How(self.streams, order=False))
+                self.play_once(seed, how or How(self.streams, (ALL & ~Look.ORDER).value))
             except Broken as broken:
                 found.append(broken.kind)
         return found
@@ -108,7 +109,7 @@ class Case:
         device = open_device(how.device, streams=how.streams, seed=seed)
         config = scaled(config, device.granularity_bytes // FRAME)
         header = trace.Header(kvstate_trace=trace.VERSION, config=config, streams=how.streams)
-        player = Player(header, device, order=how.order)
+        player = Player(header, device, Look(how.look))
         try:
             for one in self.program:
                 if isinstance(one, See):

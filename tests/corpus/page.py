@@ -8,7 +8,7 @@ from typing import Final
 
 from tests.corpus.case import Case
 from tests.corpus.cases import CASES
-from tests.corpus.reports import ARENA, REPORTS
+from tests.corpus.reports import ARENA, LEFT, REPORTS, Report
 
 PAGE: Final = Path(__file__).parent.parent.parent / "docs" / "reports.md"
 
@@ -33,6 +33,16 @@ Entries `S` were met while an arena-backed manager was built in the open
 |---|---|---|---|
 """
 
+_LEFT: Final = """
+## What has no case, and why
+
+{cases} of {all} reports have cases. The others are about what is not there yet, or not of this
+project:
+
+| report | what went wrong there | what it is about |
+|---|---|---|
+"""
+
 _FOOT: Final = """
 ## How a case is built, and how to add one
 
@@ -50,14 +60,22 @@ distinctive text that the source has exactly once; put what sees it in `law`; ru
 
 def page() -> str:
     """The whole page."""
-    return _HEAD.format(arena=ARENA) + "".join(f"{row}\n" for row in _rows()) + _FOOT
+    left = _LEFT.format(cases=len(REPORTS), all=len(REPORTS) + len(LEFT))
+    rows = "".join(f"{row}\n" for row in _rows())
+    without = "".join(
+        f"| {_where(entry, one)} | {one.wrong} | {one.why} |\n" for entry, one in LEFT.items()
+    )
+    return _HEAD.format(arena=ARENA) + rows + left + without + _FOOT
 
 
 def _rows() -> Iterator[str]:
     for entry, report in REPORTS.items():
-        where = entry if report.source == ARENA else f"{entry}, {report.source}"
         for case in _cases(entry):
-            yield f"| {where} | {report.wrong} | {case.name} | {case.law} |"
+            yield f"| {_where(entry, report)} | {report.wrong} | {case.name} | {case.law} |"
+
+
+def _where(entry: str, report: Report) -> str:
+    return entry if report.source == ARENA else f"{entry}, {report.source}"
 
 
 def _cases(entry: str) -> list[Case]:

@@ -1,4 +1,5 @@
-"""The public reports that have a case: where each is told, and what went wrong there, in short.
+"""The public reports: where each is told, what went wrong there, in short, and why some have no
+case.
 
 `S` are faults met while an arena-backed manager was built in the open; the others name the issue or
 change that tells of them. The words are ours.
@@ -18,6 +19,8 @@ class Report:
     source: str
     """`owner/repository#number`."""
     wrong: str
+    why: str = ""
+    """Why it has no case."""
 
 
 ARENA: Final = "NVIDIA/TensorRT-LLM#16288, #19821, #20178"
@@ -149,3 +152,57 @@ REPORTS: Final = {
     "B166": Report("sgl-project/sglang#38941", "two frees meet inside one page"),
     "B167": Report("LMCache/LMCache#5248", "only the last of several copies is waited for"),
 }
+
+_WINDOW: Final = "windows of attention: their pages are dropped as a sequence goes on"
+_GROUPS: Final = "several groups of layers with lengths of their own"
+_TABLES: Final = "tables of pages on the device, and their padding"
+_SPARSE: Final = "pages that leave one by one while their sequence runs"
+_CARD: Final = (
+    "only a card shows which device is current: `wrong device current` in `tests/faults/card.py`"
+)
+_SLEEP: Final = "giving all memory back while the weights stay, or the other way round"
+LEFT: Final = {
+    "S17": Report(ARENA, "who has lost no page is refused for it", _SPARSE),
+    "S18": Report(ARENA, "a page leaves that another owner still reads", _SPARSE),
+    "S19": Report(
+        ARENA,
+        "the host tier cannot be filled beyond some chunk",
+        "a host tier that is filled while it is used",
+    ),
+    "S21": Report(ARENA, "a new thread works on the first device", _CARD),
+    "B08": Report("sgl-project/sglang#31486", "what the window has left is published", _WINDOW),
+    "B25": Report(
+        "sgl-project/sglang#35769",
+        "a conflict frees what a copy is writing",
+        "hits are copied into the newcomer's own memory, which no conflict gives away",
+    ),
+    "B56": Report(
+        "NVIDIA/TensorRT-LLM#19242",
+        "two objects own each other",
+        "a matter of one language's memory; what closing leaves is law 24",
+    ),
+    "B86": Report("vllm-project/vllm#34874", "a graph reads another group's buffers", _GROUPS),
+    "B92": Report("sgl-project/sglang#36207", "padding is written where masked reads go", _TABLES),
+    "B94": Report(
+        "ModelEngine-Group/unified-cache-management#1053",
+        "placeholders are freed, some twice",
+        _TABLES,
+    ),
+    "B95": Report("sgl-project/sglang#29860", "the window leaves the last leaf", _WINDOW),
+    "B97": Report("sgl-project/sglang#30845", "half a prompt forgets where the window is", _WINDOW),
+    "B98": Report("sgl-project/sglang#27586", "a slot of the window is freed by another", _WINDOW),
+    "B100": Report("NVIDIA/TensorRT-LLM#14478", "who commits late keeps what has left", _WINDOW),
+    "B101": Report("sgl-project/sglang#17061", "a match goes on behind a hole", _WINDOW),
+    "B103": Report("mybigday/llama.rn#396", "a prefix is used that the window has left", _WINDOW),
+    "B104": Report("NVIDIA/TensorRT-LLM#10875", "each group says how much was found", _GROUPS),
+    "B106": Report("vllm-project/vllm#47491", "one group's hits stand for another's", _GROUPS),
+    "B142": Report(
+        "ovg-project/kvcached#371",
+        "pages on their way are in no list, and are waited for",
+        "a matter of the lists of a second thread; here nothing is in no state",
+    ),
+    "B160": Report("pytorch/pytorch#196258", "an unmap waits for another device", _CARD),
+    "B163": Report("vllm-project/vllm#44395", "a step runs while memory is asleep", _SLEEP),
+    "B164": Report("fzyzcjy/torch_memory_saver#85", "memory keeps the mark of who had it", _SLEEP),
+}
+"""Reports without a case, and what a case would need."""

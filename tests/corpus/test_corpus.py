@@ -13,7 +13,7 @@ from tests.corpus.apart import Apart
 from tests.corpus.case import REACHED, Case
 from tests.corpus.cases import CASES
 from tests.corpus.page import PAGE, page
-from tests.corpus.reports import REPORTS
+from tests.corpus.reports import LEFT, REPORTS
 from tests.test_planted import patched
 
 NUMBERED = list(enumerate(CASES))
@@ -51,6 +51,8 @@ def test_every_case_says_what_it_is_for() -> None:
 
 def test_every_report_has_a_case_and_every_case_a_report() -> None:
     assert {entry for case in CASES for entry in case.entries} == set(REPORTS)
+    assert not set(REPORTS) & set(LEFT)
+    assert all(report.why for report in LEFT.values())
 
 
 def test_the_page_is_fresh() -> None:

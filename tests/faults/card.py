@@ -29,7 +29,7 @@ CARD_FAULTS = (
         "            self._do(\"wait\", self.api.cuStreamWaitEvent, stream, event, 0)\n",
         "            pass\n",
         "S05",
-        kinds=("bytes", "law 20 (order)"),
+        kinds=("bytes",),
     ),
     CardFault(
         "copy out without the event, under a spinning kernel",
@@ -53,6 +53,7 @@ CARD_FAULTS = (
         "gpu/driver.py",
         "        error = self.api.cuCtxSetCurrent(self.context)[0]\n        if error:\n",
         "        error = 0\n        if error:\n",
+        "S21, B160",
         test=f"{CUDA_TESTS}::test_every_call_selects_its_context",
     ),
     CardFault(
