@@ -237,7 +237,7 @@ class Admission(Stepping):
         sequence is SUSPENDED again, or DROPPED if it was a prefix, and steps issued meanwhile mean
         nothing.
         """
-        self._enter()
+        self._enter(seq)
         self._begin(seq, stream, None)
 
     def fork(
@@ -250,7 +250,7 @@ class Admission(Stepping):
         the tokens must be done. Raises OutOfFrames or OutOfRows with nothing changed. If the copy
         fails later, the new one is DROPPED.
         """
-        self._enter()
+        self._enter(parent)
         self._legal(_FORK, parent)
         tokens = parent.max_tokens if max_tokens is None else max_tokens
         least = max(1, parent.length_tokens)

@@ -29,7 +29,7 @@ from kvstate.life import Life
 from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
 from kvstate.reuse import Reuse
-from kvstate.sequence import Columns, Sequence
+from kvstate.sequence import Batch, Columns, Sequence, Step, foreign
 from kvstate.spans import Spans
 from kvstate.spec.compiled import ObjectEvent
 from kvstate.threads import Owner
@@ -91,9 +91,11 @@ class Core:
             raise
         return base
 
-    def _enter(self) -> None:
-        """The beginning of every public call."""
+    def _enter(self, subject: Sequence | Batch | Step | None = None) -> None:
+        """The beginning of every public call, of one about something that this manager has made."""
         self.life.call()
+        if subject is not None and subject.columns is not self.columns:
+            raise foreign(subject)
         self.flight.call += 1
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:

@@ -112,7 +112,7 @@ class Manager(Rewinding):
         IllegalTransition if the sequence has no GPU memory, no such layer or no room for so many
         tokens, and ConfigError on a device without memory.
         """
-        self._enter()
+        self._enter(seq)
         return views(seq, layer, tokens)
 
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
@@ -121,7 +121,7 @@ class Manager(Rewinding):
         Given-back frames stay mapped at the end of the range, to be grown into again or to be
         reclaimed. Raises OutOfFrames. Shrinking below the scheduled tokens is illegal.
         """
-        self._enter()
+        self._enter(seq)
         range_, frames = seq.range, self.geometry.frames(capacity_tokens)
         shrinks = range_ is not None and frames < range_.used
         self._legal(_SHRINK if shrinks else _GROW, seq)
@@ -156,7 +156,7 @@ class Manager(Rewinding):
         far. Raises HostExhausted with the sequence intact. If the copy fails later, the sequence
         is DROPPED.
         """
-        self._enter()
+        self._enter(seq)
         if seq.loading:
             self.flight.quiesce()
         plan, passage, slots = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
@@ -246,7 +246,7 @@ class Manager(Rewinding):
     def _leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands, *, keep: bool
     ) -> None:
-        self._enter()
+        self._enter(seq)
         self._legal(event, seq)
         passage = self.spans.passage(seq, self.reuse.epoch, closing=event is _CLOSE)
         passed = [] if passage is None else passage.span.nodes + passage.nodes

@@ -1,11 +1,12 @@
 """Order: the first pair of operations that touch the same bytes with nothing between to order them.
 
-Every operation has an *agent* that carries it out: a stream, a copy, or the host. It comes after
-what its agent was given before, after what its agent was told to wait for, and after what the host
-knew to be done when it issued it. The host learns that something is done when it is told so (a
-completion, a quiesce, a synchronised stream, a settled step) and in no other way: that a stream
-waits for a copy orders later work of that stream, and nobody else's. So a missing order is found
-whenever it is missing, also if the device happened to be fast enough.
+Every operation has an *agent* that carries it out: a stream, a copy, the host, or a remote one that
+nothing on the device waits for. It comes after what its agent was given before, after what its
+agent was told to wait for, and after what the host knew to be done when it issued it. The host
+learns that something is done when it is told so (a completion, a quiesce, a synchronised stream, a
+settled step) and in no other way: that a stream waits for a copy orders later work of that stream,
+and nobody else's. So a missing order is found whenever it is missing, also if the device happened
+to be fast enough.
 
 An agent's clock says how far it is ordered behind each other agent. What the host knows to be done
 needs no place in a clock, and conflicts with nothing that is issued later: only what is in flight
@@ -124,6 +125,8 @@ class Order:
         """Issued and not known to be done, in the order of their issue."""
         self.copies: dict[int, Operation] = {}
         """Those whose end was not reported, by token."""
+        self.remotes: list[Operation] = []
+        """What remote agents are at: no event is behind that, and no quiesce waits for it."""
         self.steps: dict[int, list[Operation]] = {}
         """What belongs to each step that is not settled, the declared part of each stream first."""
         self.violation: LawViolation | None = None
@@ -165,7 +168,7 @@ class Order:
         gap = self.memory.writable.missing(op.writes)
         if gap is not None:
             self._report(f"write where nothing may be written: {op} writes {self._where(*gap)}")
-        for early in self.flying:
+        for early in (*self.flying, *self.remotes):
             if not op.comes_after(early):
                 self._check_pair(early, op)
 
@@ -182,12 +185,14 @@ class Order:
     def unmap(self, wanted: Pieces) -> None:
         """Raise LawViolation if anything is in flight: even a kernel that only reads near by may
         fault (report S03)."""
-        if self.violation is not None or not self.flying:
+        if self.violation is not None:
             return
         op = Operation(self.host, "unmap", writes=wanted)
         op.issued = self.issuer
-        for early in self.flying:
+        for early in (*self.flying, *self.remotes):
             self._check_pair(early, op, "unmap under a ")
+        if not self.flying:
+            return
         near = self.flying[-1]
         self._report(
             f"unmap beside running work: {op} takes {self._first(wanted)} away, while "
@@ -260,7 +265,18 @@ class Order:
         self.copies[token] = op
         self.enter(op)
 
+    def remote(self, op: Operation) -> None:
+        """A remote agent has begun something, at once: whatever streams wait for."""
+        self.check(op)
+        op.agent.last = op.number
+        self.remotes.append(op)
+
     # What the host is told.
+
+    def answered(self, op: Operation) -> None:
+        """A remote agent has said that it is done; if it says so again, nothing is."""
+        self.remotes = [one for one in self.remotes if one is not op]
+        op.agent.done = op.number
 
     def learn(self, op: Operation) -> None:
         """An operation is done, and with it all that it came after."""

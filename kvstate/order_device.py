@@ -46,6 +46,18 @@ class Mark:
         return getattr(self.event, name)
 
 
+@frozen(eq=False)
+class Remote:
+    """What a remote agent is at."""
+
+    order: Order
+    op: Operation
+
+    def done(self) -> None:
+        """It has said that it is done. Again means nothing."""
+        self.order.answered(self.op)
+
+
 class Ordered:
     """A device and the order of what it is asked to do. See `kvstate.device` for the calls.
 
@@ -170,6 +182,19 @@ class Ordered:
         """As the device."""
         self.device.synchronize(stream)
         self.order.synchronized(self.agent(stream))
+
+    def remote(
+        self, name: str, reads: Iterable[FillRun] = (), writes: Iterable[FillRun] = ()
+    ) -> Remote:
+        """Say that a remote agent (a network card, another process) begins to read and write these
+        (address, bytes). Raises LawViolation if that is not ordered behind what is in flight.
+
+        It begins now: what a stream waits for does not hold it up, an event is not behind it, and a
+        quiesce does not wait for it. It goes on until the result is told that it is `done`.
+        """
+        op = Operation(Agent(name), name, pieces(reads), pieces(writes))
+        self.order.remote(op)
+        return Remote(self.order, op)
 
     # The engine's own work.
 

@@ -52,7 +52,7 @@ class Rewinding(Admission):
         work of its stream waits for the copy, and OutOfFrames may be raised, with nothing changed.
         If the copy fails, the sequence is DROPPED.
         """
-        self._enter()
+        self._enter(seq)
         self._legal(_REWIND, seq)
         self._check_length(seq, "rewind", 0, length_tokens, seq.length_tokens)
         if seq.range is not None and seq.range.holders:

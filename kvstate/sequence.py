@@ -28,7 +28,7 @@ from kvstate.spec.page import (
     HOST_HELD_PRIVATE,
 )
 from kvstate.spec.sequence import CREATED, SEQUENCE
-from kvstate.spec.transfer import ISSUED, STEP_ISSUED
+from kvstate.spec.transfer import ISSUED, STEP, STEP_ISSUED
 
 if TYPE_CHECKING:
     from kvstate.manager import Manager
@@ -350,16 +350,17 @@ class Batch:
     """
 
     __slots__ = (
-        "_counts", "_tokens", "commit_version", "mask", "members", "named", "rows", "seqs",
-        "version",
+        "_counts", "_tokens", "columns", "commit_version", "mask", "members", "named", "rows",
+        "seqs", "version",
     )  # fmt: skip
 
-    def __init__(self, width: int, seqs: Iterable[Sequence]) -> None:
+    def __init__(self, columns: Columns, seqs: Iterable[Sequence]) -> None:
+        self.columns = columns
         self.members: dict[Sequence, int] = {}
         """Row by sequence, in the order of the batch."""
         self.seqs: tuple[Sequence, ...] = ()
         self.rows: Column = np.zeros(0, np.int64)
-        self.mask: Column = np.zeros(width, np.int64)
+        self.mask: Column = np.zeros(columns.rows + 1, np.int64)
         """1 for the rows of its members; `named` is the same as truth values."""
         self.named = self.mask.astype(np.bool_)
         self._counts = self.mask
@@ -369,8 +370,16 @@ class Batch:
         self.commit_version = -1
         """The same for committing."""
         for seq in seqs:
-            self.members[seq] = seq.row
+            self._join(seq)
         self._changed()
+
+    def __str__(self) -> str:
+        return "a batch"
+
+    @property
+    def state_name(self) -> str:
+        """That of its members, if it may be stepped."""
+        return "ACTIVE"
 
     def __len__(self) -> int:
         return len(self.members)
@@ -384,7 +393,7 @@ class Batch:
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the batch. O(batch)."""
         _check_thread(seq, "add")
-        self.members[seq] = seq.row
+        self._join(seq)
         self._changed()
 
     def remove(self, seq: Sequence) -> None:
@@ -406,6 +415,11 @@ class Batch:
         self._tokens = tokens if type(tokens) is int else None
         return self._counts
 
+    def _join(self, seq: Sequence) -> None:
+        if seq.columns is not self.columns:
+            raise foreign(seq)
+        self.members[seq] = seq.row
+
     def _changed(self) -> None:
         self.seqs = tuple(self.members)
         self.rows = np.fromiter(self.members.values(), np.int64, len(self.members))
@@ -414,6 +428,12 @@ class Batch:
         self.named = self.mask.astype(np.bool_)
         self._tokens = None
         self.version = self.commit_version = -1
+
+
+def foreign(subject: Sequence | Batch | Step) -> IllegalTransition:
+    """The error for what another manager has made: all that is known of it is in its books."""
+    reason = "it belongs to the manager that made it"
+    return IllegalTransition(str(subject), "use by another manager", subject.state_name, reason)
 
 
 def _check_thread(seq: Sequence, call: str) -> None:
@@ -426,11 +446,12 @@ class Step:
     `Manager.step`."""
 
     __slots__ = (
-        "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state", "version",
+        "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state",
+        "version",
     )  # fmt: skip
 
     def __init__(self, number: int, batch: Batch, counts: Column, columns: Columns) -> None:
-        self.number = number
+        self.number, self.columns = number, columns
         self.seqs = batch.seqs
         self.rows, self.mask = batch.rows, batch.mask
         self.counts = counts
@@ -443,6 +464,11 @@ class Step:
 
     def __str__(self) -> str:
         return f"step {self.number}"
+
+    @property
+    def state_name(self) -> str:
+        """The name of its state."""
+        return STEP.states[self.state].name
 
     def enter(self, code: int) -> None:
         """Change the state."""

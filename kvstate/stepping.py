@@ -35,7 +35,7 @@ class Stepping(Core):
 
     def batch(self, seqs: Iterable[Sequence]) -> Batch:
         """Sequences to step together. Building it costs O(batch); stepping it does not."""
-        return Batch(self.columns.rows + 1, seqs)
+        return Batch(self.columns, seqs)
 
     def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
         """Issue a step: room and positions for the next tokens of every sequence of the batch.
@@ -45,7 +45,7 @@ class Stepping(Core):
         next call that takes memory from one of its sequences. Cost: numpy over the rows, and
         Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
-        self._enter()
+        self._enter(batch)
         if self.reuse.mirrors:
             self.reuse.mirror(self.geometry.block_bytes)
         columns, counts = self.columns, batch.counts(tokens)
@@ -93,7 +93,7 @@ class Stepping(Core):
         are taken back, and with them later steps that continued from them. Returns the sequences
         for which the step meant nothing, because their bytes were lost or taken back meanwhile.
         """
-        self._enter()
+        self._enter(step)
         columns, steps = self.columns, self.flight.steps
         same = step.version == columns.version and not self.flight.loads
         oldest = next(iter(steps.values()), None) is step
@@ -168,7 +168,7 @@ class Stepping(Core):
 
         `tokens` is anything that numpy makes int32 of. Illegal beyond the settled length.
         """
-        self._enter()
+        self._enter(seq)
         self._legal(_COMMIT, seq)
         ids = np.atleast_1d(np.asarray(tokens, np.int32)).ravel()
         known, block = seq.committed_tokens, self.config.tokens_per_block
@@ -207,7 +207,7 @@ class Stepping(Core):
 
         All or none. Cost: numpy over the batch, and Python only for sequences whose block is full.
         """
-        self._enter()
+        self._enter(batch)
         columns, block = self.columns, self.config.tokens_per_block
         ids = np.asarray(tokens, np.int32)
         if batch.commit_version != columns.version or self.flight.coverage is not None:
@@ -243,7 +243,7 @@ class Stepping(Core):
 
     def stop_committing(self, seq: Sequence) -> None:
         """From here on the sequence's blocks stay writable and private."""
-        self._enter()
+        self._enter(seq)
         plan = self.flight.plan()
         plan.move(_STOP, seq)
         self.flight.settle(plan)

@@ -248,6 +248,25 @@ def test_a_closed_sequence_whose_row_is_used_again_is_refused(open_manager: Open
     unchanged(kv, lambda: USES[use](kv, gone), IllegalTransition, "CLOSED")
 
 
+@pytest.mark.parametrize("use", [*USES, "add", "settle"])
+def test_what_another_manager_made_is_refused(open_manager: Open, use: str) -> None:
+    """Both have a sequence of the same number in the same row: it is not the number that counts."""
+    kv, other = open_manager(), open_manager()
+    own, strange = written(kv), written(other)
+    batch, step = kv.batch([own]), other.step(other.batch([strange]))
+    kv.step(batch)
+    uses = USES | {
+        "add": lambda kv, seq: batch.add(seq),
+        "settle": lambda kv, seq: kv.settle(step),
+        "step with another": lambda kv, seq: kv.step(other.batch([seq])),
+        "commit_each": lambda kv, seq: kv.commit_each(other.batch([seq]), [1]),
+    }
+    before = view(other)
+    unchanged(kv, lambda: uses[use](kv, strange), IllegalTransition, "the manager that made it")
+    assert view(other) == before
+    assert [*batch] == [own]
+
+
 def test_a_step_is_settled_once(open_manager: Open) -> None:
     kv = open_manager()
     seq = written(kv)

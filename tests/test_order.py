@@ -665,6 +665,48 @@ def test_a_load_is_awaited_by_the_stream_of_its_sequence_alone(running: Run) -> 
         device.verify(other, rows)
 
 
+def test_a_remote_agent_waits_for_no_stream(running: Run) -> None:
+    """It begins when it is told to, whatever the stream of the load waits for."""
+    kv, seq, device = running(order=True)
+    seq.suspend()
+    kv.poll()
+    seq.resume()
+    kv.poll()
+    bytes_of = [(base_of(seq), 4 * ROW)]
+    first, second = (device.remote("nic", reads=bytes_of) for _ in range(2))
+    first.done()
+    second.done()
+    seq.suspend()
+    kv.poll()
+    seq.resume()
+    device.synchronize(None)
+    with pytest.raises(LawViolation, match=r"RAW: nic \[nic:1\] .* reads .* which copy in"):
+        device.remote("nic", reads=[(base_of(seq), 4 * ROW)])
+
+
+@pytest.mark.parametrize("ended", [False, True])
+def test_no_quiesce_waits_for_a_remote_agent(running: Run, *, ended: bool) -> None:
+    kv, seq, device = running(order=True)
+    held = device.remote("nic", reads=[(base_of(seq), 4 * ROW)])
+    seq.close()
+    if ended:
+        held.done()
+        held.done()
+        kv.trim()
+    else:
+        with pytest.raises(LawViolation, match=r"unmap under a reader: unmap .* which nic"):
+            kv.trim()
+
+
+def test_nobody_writes_what_a_remote_agent_is_at(running: Run) -> None:
+    kv, seq, device = running(order=True)
+    seq.resize(8)
+    writing = device.remote("nic", writes=[(base_of(seq) + 4 * ROW, ROW)])
+    with pytest.raises(LawViolation, match=r"WAW: step 2 .* which nic .* writes"):
+        kv.step(kv.batch([seq]), 1)
+    writing.done()
+
+
 def test_a_table_is_not_written_over_while_a_kernel_may_read_it(running: Run) -> None:
     _, seq, device = running(order=True)
     for _ in range(2):
