@@ -160,9 +160,9 @@ def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     assert program is not None, f"no program of public calls fires {key}"
     player = open_player(device, streams, retain=key in search().retaining)
     for call in program[:-1]:
-        player.apply(call)
+        apply(player, call)
     before = player.coverage.rows.get(key, 0)
-    player.apply(program[-1])
+    apply(player, program[-1])
     if streams == "eager":
         assert player.coverage.rows[key] > before
     player.finish()
@@ -246,8 +246,17 @@ def open_player(name: str, streams: str, *, retain: bool = False) -> Player:
 def played(program: Program, device: str = "host") -> Player:
     player = open_player(device, "eager")
     for call in program:
-        player.apply(call)
+        apply(player, call)
     return player
+
+
+def apply(player: Player, call: trace.AnyCall) -> None:
+    """Play a call when what was issued has run: on a card, eager means only that nothing is
+    delayed."""
+    driver = getattr(player.device, "driver", None)
+    if driver is not None:
+        driver.call(driver.api.cuCtxSynchronize)
+    player.apply(call)
 
 
 def _refused(call: Callable[[], object]) -> IllegalTransition:

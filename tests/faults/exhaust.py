@@ -79,6 +79,9 @@ class Tally:
     runs: Counter[str] = field(factory=Counter)
     outcomes: Counter[str] = field(factory=Counter)
     problems: list[str] = field(factory=list)
+    points: Counter[str] = field(factory=Counter)
+    """Where calls can fail, by the mode of streams."""
+    copies: int = 0
 
     def add(self, plan: Plan, outcome: Outcome) -> None:
         self.runs[plan.mode] += 1
@@ -86,6 +89,12 @@ class Tally:
         self.outcomes[f"{plan.mode}: {came}"] += 1
         if outcome.problem:
             self.problems.append(f"{plan}: {outcome.problem}")
+
+    def merge(self, other: Tally) -> None:
+        for name in ("runs", "outcomes", "points"):
+            getattr(self, name).update(getattr(other, name))
+        self.problems += other.problems
+        self.copies += other.copies
 
 
 def base_of(scenario: Scenario, streams: str, open_device: OpenDevice) -> Base:
