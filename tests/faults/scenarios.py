@@ -165,6 +165,26 @@ SCENARIOS: Final = (
         ),
     ),
     Scenario(
+        "parked memory that is hit, and then wanted",
+        config(frames=8, slots=4, spans="off", retain=True, partial_blocks=True, scrub=True),
+        (
+            *said(1, IDS[:6]), trace.Close(seq=1), trace.Poll(),
+            *opened(2, [*IDS[:6], 9]), *opened(3, IDS[:5], stream=1), trace.Poll(),
+            *grew(2, 2), *grew(3, 2), trace.Close(seq=3, after=True),
+            *opened(4), *grew(4, 16), trace.Close(seq=2), trace.Poll(), trace.Clear(),
+        ),
+    ),
+    Scenario(
+        "rewinds into what others map",
+        config(frames=8, slots=0, spans="all"),
+        (
+            *opened(1, SHORT), *wrote(1, SHORT), *opened(2, [*SHORT, 1]), *grew(2, 1),
+            trace.Rewind(seq=1, tokens=5), *grew(1, 2), trace.Poll(),
+            trace.Rewind(seq=2, tokens=3), trace.Poll(), *grew(2, 4),
+            trace.Close(seq=1), trace.Close(seq=2, after=True), trace.Poll(),
+        ),
+    ),
+    Scenario(
         "everything is forgotten",
         config(frames=8, slots=8, spans="all"),
         (
