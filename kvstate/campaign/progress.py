@@ -131,7 +131,8 @@ class Fair:
     def _step(self, running: list[int]) -> list[int]:
         """One step of all that can run beside each other; those."""
         while running:
-            step = trace.Step(step=0, seqs=running, tokens=[self._part(name) for name in running])
+            tokens = [self._part(name) for name in running]
+            step = trace.Step(step=0, seqs=[*running], tokens=tokens)
             if not self._do(step, running[-1]):
                 break
             self._preempt(running.pop())
