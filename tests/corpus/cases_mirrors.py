@@ -28,6 +28,13 @@ HELD: Final = "what a copy writes is not evicted"
 IDS: Final = [1, 2, 3, 4, 5, 6]
 MORE: Final = [*IDS, 7]
 SCHEDULES: Final = tuple(range(8))
+AT_ONCE: Final = Fault(
+    "room of a copy that is not wanted is free at once",
+    "spec/host.py",
+    "(STALE_HELD, DRAINING), (MIRRORING, DRAINING),",
+    "(STALE_HELD, DRAINING), (MIRRORING, FREE),",
+    "B23, B25",
+)
 
 MIRRORS: Final = (
     # Who is canonical.
@@ -242,13 +249,7 @@ MIRRORS: Final = (
         law="law 3 (no reuse in flight)",
         streams="adversarial",
         seeds=SCHEDULES,
-        fault=Fault(
-            "room of a copy that is not wanted is free at once",
-            "spec/host.py",
-            "(STALE_HELD, DRAINING), (MIRRORING, DRAINING),",
-            "(STALE_HELD, DRAINING), (MIRRORING, FREE),",
-            "B23",
-        ),
+        fault=AT_ONCE,
         config=config(slots=4, write_through="on_commit"),
         program=(
             *said(1, IDS[:4]),
@@ -261,6 +262,30 @@ MIRRORS: Final = (
             trace.Poll(),
             trace.Resume(seq=2),
             trace.Resume(seq=1),
+        ),
+    ),
+    Case(
+        name="what a copy writes is not free when another who said the same has the block",
+        entries=("B25",),
+        law="scrub",
+        streams="adversarial",
+        seeds=SCHEDULES,
+        fault=AT_ONCE,
+        config=config(slots=4, write_through="on_commit"),
+        program=(
+            *opened(1),
+            *opened(2),
+            *wrote(1, IDS[:4]),
+            *wrote(2, IDS[:4]),
+            slots(MIRRORING=2),
+            pages(2, "PRIVATE", "PRIVATE"),
+            trace.Close(seq=1),
+            pages(2, "COMMITTED", "COMMITTED"),
+            slots(DRAINING=2),
+            *said(3, [9] * 4),
+            trace.Suspend(seq=3),
+            trace.Poll(),
+            trace.Resume(seq=3),
         ),
     ),
     Case(

@@ -21,6 +21,7 @@ Each case replays the events of a report, in our own terms, on the real manager 
 with every law and byte check on; a few that are about keys, events or sizes are functions. Each has
 a planted mistake too: with that in a copy of the sources the very same case must fail, and as the
 last column says. That is a [law](machines/laws.md); `bytes` (somebody reads what he did not write);
+`scrub` (free memory holds what somebody wrote);
 `fault` (the device was asked for what would crash it); `device` (it refused what it was asked for);
 `model` (lengths or states are not what the caller was told); `replay` (a call raised something else
 than the case says); `legal call refused`; a crash; or what the case itself asserts, where no law

@@ -62,6 +62,7 @@ REPORTS: Final = {
     "B20": Report("vllm-project/vllm#52360", "a page is overwritten before it was copied away"),
     "B22": Report("LMCache/LMCache#4612", "a wait for the copies in flight does not wait"),
     "B23": Report("sgl-project/sglang#28468", "host room is given away while a backup fills it"),
+    "B25": Report("sgl-project/sglang#35769", "a conflict frees what a copy is writing"),
     "B26": Report("NVIDIA/TensorRT-LLM#12542", "a block is evicted before it was sent"),
     "B28": Report("NVIDIA/TensorRT-LLM#10111", "pins are taken off other blocks than had them"),
     "B29": Report("vllm-project/vllm#21570", "what was promised is freed, and read all the same"),
@@ -171,11 +172,6 @@ LEFT: Final = {
     ),
     "S21": Report(ARENA, "a new thread works on the first device", _CARD),
     "B08": Report("sgl-project/sglang#31486", "what the window has left is published", _WINDOW),
-    "B25": Report(
-        "sgl-project/sglang#35769",
-        "a conflict frees what a copy is writing",
-        "hits are copied into the newcomer's own memory, which no conflict gives away",
-    ),
     "B56": Report(
         "NVIDIA/TensorRT-LLM#19242",
         "two objects own each other",
