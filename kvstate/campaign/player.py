@@ -114,7 +114,8 @@ class Player:
         self.laws: Counter[str] = Counter()
         """How often each law was asked for."""
         self.look = look
-        observe(self.kv, debug=Look.LAWS in look, asked=self.laws)
+        if look & (Look.LAWS | Look.ORDER):
+            observe(self.kv, debug=Look.LAWS in look, asked=self.laws)
         if Look.BYTES in look:
             self.kv.flight.ignored = None  # freed memory is overwritten: a stale read is wrong
         self.coverage = self.kv.flight.coverage = self.kv.life.coverage = Coverage()
