@@ -41,7 +41,7 @@ from kvstate.campaign.replay import (
 )
 from kvstate.campaign.replay import uniform as uniform_requests
 from kvstate.campaign.report import Found, found, fuzz_report, fuzz_table, program_text
-from kvstate.campaign.workers import run_workers
+from kvstate.campaign.workers import quiet, run_workers
 from kvstate.config import GpuTier, HostTier, LayerSpec
 from kvstate.device import ByteDevice
 from kvstate.doctor import examine, render
@@ -136,7 +136,8 @@ def fuzz(
     with closing(opened("eager", 0)) as probe:
         name = probe.name
     err.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
-    failures = _known([*(known or []), save], opened)
+    with quiet():
+        failures = _known([*(known or []), save], opened)
     started = monotonic()
     total = Tally()
     if not failures:

@@ -58,6 +58,14 @@ def test_fuzz_reports_documented_keys_and_repeats(tmp_path: Path) -> None:
     assert one["rows_total"] == sum(len(table.rows) for table in TABLES.values())
 
 
+def test_known_failures_are_played_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """They poison managers and leave copies that never end: that is what they are for."""
+    fuzz(tmp_path, *HOST, "--known", Path(__file__).parent / "known")
+    assert [record.message for record in caplog.records] == []
+
+
 def test_fuzz_without_a_seed_explores_anew(tmp_path: Path) -> None:
     seeds = {fuzz(tmp_path, "--json", "--device", "null")["seed"] for _ in range(3)}
     assert len(seeds) == 3

@@ -10,7 +10,8 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -30,24 +31,30 @@ def run_workers(
 
     An interrupt ends it early, with what there is.
     """
-    total, log = Tally(), logging.getLogger("kvstate")
-    before = log.level
-    log.setLevel(logging.CRITICAL)  # what is told to fail is no news
+    total = Tally()
 
     def add(done: Tally) -> None:
         total.add(done)
         tell(total)
 
-    try:
+    with suppress(KeyboardInterrupt), quiet():
         if workers == 1:
             run(episodes(seed), open_device, streams, lambda _: enough(total), add)
         else:
             _run_many(seed, workers, open_device, streams, lambda: enough(total), add)
-    except KeyboardInterrupt:
-        pass
+    return total
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """No log while campaigns play: what is told to fail is no news."""
+    log = logging.getLogger("kvstate")
+    before = log.level
+    log.setLevel(logging.CRITICAL)
+    try:
+        yield
     finally:
         log.setLevel(before)
-    return total
 
 
 def _run_many(
@@ -88,9 +95,8 @@ def _work(
     seed: int, worker: int, open_device: OpenDevice, streams: str, stop: Event, done: Any
 ) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    logging.getLogger("kvstate").setLevel(logging.CRITICAL)
-    enough = partial(_stopped, stop)
-    run(episodes(seed, worker), open_device, streams, enough, done.put)
+    with quiet():
+        run(episodes(seed, worker), open_device, streams, partial(_stopped, stop), done.put)
 
 
 def _stopped(stop: Event, _: Tally) -> bool:
