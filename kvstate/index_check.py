@@ -7,7 +7,7 @@ independently.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from kvstate.blocks import Node, entry, expendable
 from kvstate.index import Index
@@ -28,6 +28,13 @@ def check(index: Index) -> list[str]:
         if counted != there:
             wrong.append(f"{counted} {what} are counted, {there} are there")
     return wrong + _check_queue(index, nodes)
+
+
+def check_lines(lines: Mapping[Node, Mapping[int, object]]) -> Iterator[str]:
+    """What does not hold of those who have pages of blocks besides the canonical ones."""
+    for node, line in lines.items():
+        if not line or not node.findable:
+            yield f"{node} is gone, or in nobody's line, and has a line of {len(line)}"
 
 
 def _check_roots(index: Index) -> Iterator[str]:

@@ -52,10 +52,11 @@ and where they go if they leave their owner."""
 
 
 class Coverage:
-    """Which rows have fired, and so which states were reached."""
+    """Which rows have fired, and so which states were reached, and which links."""
 
     def __init__(self) -> None:
         self.rows: dict[str, int] = {}
+        self.links: dict[str, int] = {}
 
     def cells(self, event: CellEvent, before: bytearray) -> None:
         """Count the rows that an event fires on these states."""
@@ -65,6 +66,11 @@ class Coverage:
     def object(self, event: ObjectEvent, row: ObjectRow) -> None:
         """Count the row that an event fires."""
         self._count(row_key(event.machine, row.row))
+
+    def link(self, key: str, over: Iterable[Any]) -> None:
+        """Count a link that was fired over runs of cells, if any has some, or over objects."""
+        if any(one[1] < one[2] if isinstance(one, tuple) else True for one in over):
+            self.links[key] = self.links.get(key, 0) + 1
 
     def _count(self, key: str) -> None:
         self.rows[key] = self.rows.get(key, 0) + 1
@@ -170,13 +176,15 @@ class Plan:
         if self.coverage is not None:
             self.coverage.object(event, chosen)
         operands = self.operands
-        for over, when, cells, other in event.links:
+        for over, when, cells, other, key in event.links:
             if over in operands and (when is None or when(subject)):
                 for target in operands[over]:
                     if cells is not None:
                         self.fire(cells, *target)
                     elif other is not None:
                         self.move(other, target)
+                if self.coverage is not None:
+                    self.coverage.link(key, operands[over])
 
     def settle(self) -> None:
         """Write down what the plan says. Cannot fail."""

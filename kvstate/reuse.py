@@ -52,10 +52,8 @@ _MIRRORS: Final = frozenset((MIRROR.code, MIRRORING.code))
 class Naming(NamedTuple):
     """What a commit means for the index: which of the sequence's blocks it gets to name."""
 
-    alive: int
-    """Blocks of the sequence before these that the index still has."""
     found: list[Node]
-    """Blocks after them that it has already: somebody was first."""
+    """Those that it has already: somebody was first."""
     keys: list[bytes]
     """The rest, which it gets now."""
     operands: Operands
@@ -139,18 +137,13 @@ class Reuse(Lines):
         """What it means that these blocks are now full and known."""
         nodes, first = seq.nodes, len(seq.keys)
         if not self.enabled:
-            return Naming(0, [], [], {"filled": ((seq.pages, first, first + len(keys)),)})
-        alive = first
-        while alive and not nodes[alive - 1].findable:
-            alive -= 1
-        wanted = [*seq.keys[alive:], *keys]
-        found = self._below(seq.identity, nodes[alive - 1] if alive else None, wanted)
-        known, end = alive + len(found), first + len(keys)
-        operands: Operands = {"filled": ((seq.pages, max(known, first), end),)}
-        if known != first:
-            operands["yielded"] = ((seq.pages, first, min(known, end)),)
-            operands["heirs"] = ((seq.pages, known, first),)
-        return Naming(alive, found, wanted[len(found) :], operands)
+            return Naming([], [], {"filled": ((seq.pages, first, first + len(keys)),)})
+        found = self._below(seq.identity, nodes[-1] if nodes else None, keys)
+        known = first + len(found)
+        operands: Operands = {"filled": ((seq.pages, known, first + len(keys)),)}
+        if found:
+            operands["yielded"] = ((seq.pages, first, known),)
+        return Naming(found, keys[len(found) :], operands)
 
     def _below(self, identity: Identity, node: Node | None, keys: list[bytes]) -> list[Node]:
         """The chain of blocks with these keys, as far as the index has it."""
@@ -169,10 +162,6 @@ class Reuse(Lines):
         nodes, known = seq.nodes, self._editions
         self._editions += len(seq.keys) - len(seq.editions)
         seq.editions += range(known + 1, self._editions + 1)
-        if naming.alive < len(nodes):
-            for node in nodes[naming.alive :]:
-                self._step_out(node, seq)
-            del nodes[naming.alive :]
         for node in naming.found:
             self._line_up(node, seq)
             if node.owner is None:

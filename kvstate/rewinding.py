@@ -106,7 +106,7 @@ class Rewinding(Admission):
         self._shorten(seq, length_tokens)
         if start.sharing is not None:
             self.spans.shared(start.sharing, start.range)
-        self.reuse.joined(seq, [node for node in seq.nodes if node.findable])
+        self.reuse.joined(seq, seq.nodes)
         self._occupy(seq, start.range, seq.stream)
         self.counters["moves"] += 1
 
@@ -156,7 +156,7 @@ class Rewinding(Admission):
         them."""
         same = list[Node]()
         for node, edition in zip(seq.nodes[:full], seq.editions, strict=False):
-            if not node.findable or node.edition != edition:
+            if node.edition != edition:
                 break
             same.append(node)
         return self.spans.sharing(same)

@@ -219,9 +219,7 @@ class Spans:
             return None
         first = len(range_.aliases.states)
         blocks = seq.committed_tokens // self.geometry.tokens_per_block
-        sharing = self.sharing(
-            [node for node in seq.nodes[:blocks] if node.findable], seq.max_tokens
-        )
+        sharing = self.sharing(seq.nodes[:blocks], seq.max_tokens)
         if sharing is None or sharing.frames <= first or sharing.span.home is range_:
             return None
         low, high = self._blocks(first), sharing.blocks

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 
 from kvstate.arena import Range
-from kvstate.index_check import check
+from kvstate.index_check import check, check_lines
 from kvstate.manager import Manager
 from kvstate.plan import Run
 from kvstate.sequence import Columns, Sequence, Step
@@ -45,8 +45,9 @@ def view(kv: Manager) -> View:
         host_pages=bytes(kv.host.pages.states),
         readers={slot: frozenset(tokens) for slot, tokens in kv.host.readers.items()},
         blocks=tuple(_blocks(kv)),
-        index_faults=tuple(check(kv.reuse.index)),
+        index_faults=(*check(kv.reuse.index), *check_lines(kv.reuse.lines)),
         event_faults=tuple(kv.replayed()) if kv.replayed else (),
+        unasked=tuple(_unasked(kv)),
         reuses=kv.reuse.enabled,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
@@ -82,6 +83,12 @@ def _sequence(seq: Sequence) -> SequenceFact:
         keys=tuple(seq.keys),
         blocks=tuple(id(node) if node.findable else None for node in seq.nodes),
     )
+
+
+def _unasked(kv: Manager) -> Iterator[int]:
+    for seq in kv.sequences.values():
+        if seq not in kv.reuse.doubles and kv.spans.duplicate(seq) is not None:
+            yield seq.uid
 
 
 def _blocks(kv: Manager) -> list[BlockFact]:

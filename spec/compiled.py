@@ -82,6 +82,8 @@ class CompiledLink(NamedTuple):
     """What it fires, on a machine that owns runs."""
     object: ObjectEvent | None
     """What it fires, on a machine of single objects."""
+    key: str
+    """Its name in statistics and coverage."""
 
 
 @frozen(eq=False)
@@ -176,7 +178,8 @@ def _link(link: Link, events: dict[str, CellEvent | ObjectEvent]) -> CompiledLin
     when = None if link.when is None else build(f"lambda o: {source(link.when, 'o')}")
     fires = events[link.fires]
     cells = fires if isinstance(fires, CellEvent) else None
-    return CompiledLink(link.over, when, cells, fires if isinstance(fires, ObjectEvent) else None)
+    other = fires if isinstance(fires, ObjectEvent) else None
+    return CompiledLink(link.over, when, cells, other, str(link))
 
 
 MACHINES: Final = compile_tables()

@@ -125,8 +125,8 @@ _GROW = (
 _ORPHAN = (
     ("host.orphan", "orphaned", "the host has the only copy"),
     ("page.bequeath", "outlived", "the host has the only copy"),
-    ("page.orphan", "awaited", "the host will have the only copy"),
 )
+_AWAIT = ("page.orphan", "awaited", "the host will have the only copy")
 _FREE = (
     ("frame.fence", "frames", "issued work may still touch the memory"),
     ("page.park", "left", "the memory stays mapped and belongs to the range"),
@@ -169,17 +169,15 @@ COUPLING: Final = (
     *(Link("sequence.move", *rest) for rest in _ORPHAN),
     Link("sequence.move", "page.park", "resident", "what it leaves is not its own any more"),
     Link("sequence.move", "range.free", "range", "the copy reads it; others may map it"),
-    *(Link("sequence.drop", *rest) for rest in _ORPHAN),
-    *(Link("sequence.close", *rest) for rest in _ORPHAN),
-    *(Link("sequence.lose", *rest) for rest in _ORPHAN),
-    *(Link("sequence.miss", *rest) for rest in _ORPHAN),
+    *(Link("sequence.drop", *rest) for rest in (*_ORPHAN, _AWAIT)),
+    *(Link("sequence.close", *rest) for rest in (*_ORPHAN, _AWAIT)),
+    *(Link("sequence.miss", *rest) for rest in (*_ORPHAN, _AWAIT)),
     *(Link("span.empty", *rest) for rest in _ORPHAN),
     *(Link("range.empty", *rest) for rest in _ORPHAN),
     Link("sequence.rewind", "span.end", "ending", "it is written again"),
     Link("span.end", "frame.delist", "delisted", "it is written again"),
     Link("sequence.commit", "page.commit", "filled", "all their tokens are known"),
     Link("sequence.commit", "page.yield", "yielded", "somebody else was first"),
-    Link("sequence.commit", "page.promote", "heirs", "the canonical pages before them are gone"),
     Link("sequence.suspend", "host.reserve", "room", "room first: it is what can be missing"),
     Link("sequence.suspend", "host.take", "taken", "what is there need not be copied"),
     Link("sequence.suspend", "page.clear", "emptied", "capacity without tokens is not copied"),

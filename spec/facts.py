@@ -231,6 +231,8 @@ class View:
     """What the index itself finds wrong with its books."""
     event_faults: tuple[str, ...]
     """What replaying the emitted events gets wrong."""
+    unasked: tuple[int, ...]
+    """Sequences with copies of what a span has, of which a reclaim would not know."""
     reuses: bool
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]

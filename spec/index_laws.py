@@ -92,7 +92,8 @@ def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) ->
 
 
 def whole_keys(view: View) -> Iterator[str]:
-    """What the index calls a sequence's blocks are blocks of the same tokens and tenant."""
+    """Each full block of a sequence whose tokens are known is in the index, with the same tokens
+    and tenant."""
     known = {block.name: block for block in view.blocks}
     for seq in view.sequences if view.reuses else ():
         if seq.state == sequence.CLOSING.code:
@@ -101,8 +102,9 @@ def whole_keys(view: View) -> Iterator[str]:
             yield f"sequence {seq.uid} knows {seq.known} tokens, {len(seq.blocks)} blocks"
         parent = None
         for at, (name, key) in enumerate(zip(seq.blocks, seq.keys, strict=False)):
-            block = known[name] if name is not None else None
+            block = known.get(name or 0)
             if block is None:
+                yield f"block {at} of sequence {seq.uid} is not in the index"
                 break
             if (block.key, block.tenant, block.ordinal) != (key, seq.tenant, at):
                 yield f"block {at} of sequence {seq.uid} is another in the index"

@@ -359,6 +359,13 @@ def promises_hold(view: View) -> Iterator[str]:
         yield f"{promised} frames were promised, {had} can be had"
 
 
+@_law(12, "remaps", "always", "whoever has copies of what a span has can be asked for them")
+def remaps_are_known(view: View) -> Iterator[str]:
+    """The sequences that a reclaim asks for copies of spans are all that have some."""
+    for uid in view.unasked:
+        yield f"sequence {uid} has copies of a span's blocks, and no reclaim would ask it"
+
+
 @_law(12, "livelock", "fair", "nobody goes and comes again without a token computed in between")
 def nobody_circles(run: FairRun) -> Iterator[str]:
     """A sequence that is resumed gets to compute, or somebody else does, before it must go."""

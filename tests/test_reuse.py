@@ -14,6 +14,7 @@ from kvstate.device import SEGMENT, ByteDevice
 from kvstate.gpu import HostDevice, NullDevice
 from kvstate.spec.facts import BlockFact, StepFact, View
 from kvstate.spec.laws import LAWS
+from kvstate.spec.page import COMMITTED
 from kvstate.spec.sequence import DROPPED
 from kvstate.view import view
 from tests.conftest import Open
@@ -283,6 +284,57 @@ def test_what_it_came_to_own_while_its_load_failed_is_on_the_host_once(open_mana
     kv.poll()
     assert wrong(kv, child, PROMPT) == 0
     child.close()
+
+
+def test_without_mirrors_nothing_is_copied_out_before_somebody_leaves(open_manager: Open) -> None:
+    """Not even when another one's page becomes the canonical one."""
+    kv = open_manager(spans="off")
+    first, second = said(kv, PROMPT), kv.create(max_tokens=16)
+    second.resume()
+    go_on(kv, second, PROMPT)
+    first.drop()
+    kv.poll()
+    assert second.pages.states.count(COMMITTED.code) == 4
+    said(kv, [7, 7])
+    assert kv.host.free == kv.host.capacity
+    assert not kv.reuse._bare, "nobody would ever copy them"
+
+
+def test_what_is_kept_last_is_given_up_last(open_manager: Open) -> None:
+    kv = open_manager(spans="off", slots=8)
+    first, second = said(kv, PROMPT), said(kv, [7, *PROMPT[1:]])
+    second.close()
+    first.close()
+    kv.poll()
+    said(kv, [6, 6]).close()
+    assert kv.probe_reuse([*PROMPT, 0]) == 8
+    assert kv.probe_reuse([7, *PROMPT[1:], 0]) == 6
+
+
+def test_the_one_in_line_steps_out_when_it_leaves(open_manager: Open) -> None:
+    kv = open_manager(spans="off", write_through="off")
+    assert not kv.reuse.lines
+    kv = open_manager(spans="off", slots=0)
+    first, second = said(kv, PROMPT), said(kv, PROMPT)
+    assert len(kv.reuse.lines) == 4
+    second.rewind(4)
+    assert len(kv.reuse.lines) == 2
+    first.close()
+    assert not kv.reuse.lines
+    second.close()
+    assert view(kv).index_faults == ()
+
+
+def test_a_line_for_a_block_that_is_gone_is_noticed(open_manager: Open) -> None:
+    kv = open_manager(spans="off", slots=0)
+    first, second = said(kv, PROMPT), said(kv, PROMPT)
+    node, line = next(iter(kv.reuse.lines.items()))
+    second.close()
+    first.close()
+    assert not node.findable
+    kv.reuse.lines[node] = line
+    assert any("has a line of" in fault for fault in view(kv).index_faults)
+    del kv.reuse.lines[node]
 
 
 def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:

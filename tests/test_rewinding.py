@@ -70,6 +70,13 @@ def test_what_others_map_is_the_registrys_then(open_manager: Open) -> None:
     assert kv.stats().frame_charges == {"sequence": 1}
 
 
+def test_a_rewind_waits_for_nothing_if_nobody_reads_there(open_manager: Open) -> None:
+    kv = open_manager(spans="off")
+    seq = said(kv, LONG)
+    seq.rewind(6)
+    assert "quiesces" not in kv.stats().done
+
+
 def test_without_room_for_the_copy_nothing_has_changed(open_manager: Open) -> None:
     kv, first, second = pair(open_manager, frames=5)
     before = (first.base, first.length_tokens, first.committed_tokens)

@@ -359,6 +359,27 @@ def test_copies_of_a_span_give_way_first(open_manager: Open) -> None:
     assert not kv.reuse.doubles or kv.spans.duplicate(next(iter(kv.reuse.doubles))) is None
 
 
+def test_one_that_no_reclaim_would_ask_is_noticed(open_manager: Open) -> None:
+    kv, seqs = doubled(open_manager)
+    (remaps,) = (law for law in LAWS if law.name == "remaps")
+    assert not list(remaps.violations(view(kv)))
+    doubles = set(kv.reuse.doubles)
+    kv.reuse.doubles.clear()
+    assert view(kv).unasked == (seqs[0].uid,), "the others have the span"
+    assert list(remaps.violations(view(kv)))
+    kv.reuse.doubles |= doubles
+
+
+def test_a_rewind_within_its_own_tokens_leaves_it_to_be_asked(open_manager: Open) -> None:
+    kv, seqs = doubled(open_manager)
+    for seq in seqs[:2]:
+        go_on(kv, seq, [*LONG[:14], 8, 8])
+    seqs[0].rewind(15)
+    assert view(kv).unasked == ()
+    more(kv, [9]).resize(16)
+    assert kv.stats().done["remaps"] == 3
+
+
 def test_nothing_is_remapped_while_nothing_is_short(open_manager: Open) -> None:
     kv, _ = doubled(open_manager, frames=14)
     more(kv, [9]).resize(16)

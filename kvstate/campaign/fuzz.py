@@ -30,7 +30,7 @@ from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.campaign.shrink import Program, shrink, shrink_schedule
 from kvstate.device import ByteDevice
 from kvstate.spec.compiled import row_key
-from kvstate.spec.coupling import TABLES
+from kvstate.spec.coupling import COUPLING, TABLES
 from kvstate.spec.laws import LAWS
 
 EPISODE_CALLS: Final = 160
@@ -45,6 +45,7 @@ MOST_PREEMPTS: Final = 3
 """Of an episode with priorities: the faults that were seen need one or two."""
 REFUSALS: Final = ("gate", "budget", "reserve", "limit", "addresses", "HostExhausted", "OutOfRows")
 ROWS: Final = tuple(row_key(table.name, row) for table in TABLES.values() for row in table.rows)
+LINKS: Final = tuple(str(link) for link in COUPLING)
 STATES: Final = tuple(
     f"{table.name}.{state}" for table in TABLES.values() for state in table.states
 )
@@ -73,6 +74,7 @@ class Tally:
     calls: int = 0
     bytes_verified: int = 0
     rows: Counter[str] = field(factory=Counter)
+    links: Counter[str] = field(factory=Counter)
     refused: Counter[str] = field(factory=Counter)
     laws: Counter[str] = field(factory=Counter)
     device_calls: Counter[str] = field(factory=Counter)
@@ -86,7 +88,8 @@ class Tally:
         self.bytes_verified += other.bytes_verified
         self.poisoned += other.poisoned
         for mine, theirs in (
-            (self.rows, other.rows), (self.refused, other.refused), (self.laws, other.laws),
+            (self.rows, other.rows), (self.links, other.links), (self.refused, other.refused),
+            (self.laws, other.laws),
             (self.device_calls, other.device_calls),
         ):  # fmt: skip
             mine.update(theirs)
@@ -244,6 +247,7 @@ def _shrunk(
 
 def _note(tally: Tally, player: Player) -> None:
     tally.rows.update(player.coverage.rows)
+    tally.links.update(player.coverage.links)
     tally.refused.update(player.refused)
     tally.laws.update(player.laws)
     tally.device_calls.update(player.device.calls)

@@ -8,7 +8,7 @@ import msgspec
 from rich.table import Table
 
 from kvstate import trace
-from kvstate.campaign.fuzz import ROWS, STATES, Failure, Tally, save
+from kvstate.campaign.fuzz import LINKS, ROWS, STATES, Failure, Tally, save
 
 
 class Found(msgspec.Struct, frozen=True):
@@ -39,6 +39,8 @@ class FuzzReport(msgspec.Struct, frozen=True):
     calls_per_second: float
     rows_fired: int
     rows_total: int
+    links_fired: int
+    links_total: int
     states_reached: int
     states_total: int
     laws: dict[str, int]
@@ -85,6 +87,8 @@ def fuzz_report(
         calls_per_second=round(tally.calls / seconds, 1),
         rows_fired=sum(1 for key in ROWS if tally.rows[key]),
         rows_total=len(ROWS),
+        links_fired=sum(1 for key in LINKS if tally.links[key]),
+        links_total=len(LINKS),
         states_reached=sum(1 for key in STATES if key in tally.states),
         states_total=len(STATES),
         laws=dict(tally.laws),
@@ -107,6 +111,7 @@ def fuzz_table(report: FuzzReport) -> Table:
         ("calls", f"{report.calls:,} in {report.episodes:,} episodes"),
         ("speed", f"{report.calls_per_second:,.0f} calls a second, {report.workers} workers"),
         ("rows fired", f"{report.rows_fired} of {report.rows_total}"),
+        ("links fired", f"{report.links_fired} of {report.links_total}"),
         ("states reached", f"{report.states_reached} of {report.states_total}"),
         ("laws checked", f"{sum(report.laws.values()):,} times, {len(report.laws)} laws"),
         ("refusals", f"{refusals:,} for lack of room, at {len(report.refusals)} places"),
