@@ -74,11 +74,9 @@ class Index:
         self.slots: dict[int, Node] = {}
         """Whose canonical copy a host slot has."""
         self.clock = 0
-        self.holds = 0
-        """Holds that were taken and not released."""
         self._key = secrets.token_bytes(32) if key is None else key
         self._roots: dict[bytes, Root] = {}
-        self._count = self._serial = 0
+        self._count = self._serial = self._told_from = 0
         self._queue: list[Entry] = []
 
     def __len__(self) -> int:
@@ -343,24 +341,15 @@ class Index:
             self._consider(node.parent)
         return []
 
-    def clear(self) -> list[int]:
-        """Forget everything; returns the slots that had copies, for the caller to free.
-
-        Raises IllegalTransition while anything is held: it is all or nothing, over both tiers
-        (vllm-project/vllm#57727).
-        """
-        if self.holds:
-            held = sum(bool(node.holders) for node in self.walk())
-            reason = f"{self.holds} holds on {held} blocks"
-            raise illegal("the index", "clear", "HELD", reason)
-        slots = list(self.slots)
-        for node in [*self.walk()][::-1]:
-            self._forget(node)
-        self._roots.clear()
-        self._queue.clear()
+    def retire(self, epoch: int) -> None:
+        """Nothing that is of the weights before this epoch is found any more: listeners are to
+        forget everything, and hear nothing of those blocks again. They stay until whoever has them
+        leaves. O(blocks)."""
+        self._told_from = epoch
+        for node in self.walk():
+            node.told = ()
         for listener in self.listeners:
             listener.cleared()
-        return slots
 
     # Holding.
 
@@ -376,7 +365,6 @@ class Index:
         if isinstance(node.holders, frozenset):
             node.holders = set()
         node.holders.add(holder)
-        self.holds += 1
         step: Node | None = node
         while step is not None:
             step.pins += 1
@@ -392,7 +380,6 @@ class Index:
             )
         assert isinstance(node.holders, set)
         node.holders.remove(holder)
-        self.holds -= 1
         self._unpin(node)
 
     def _unpin(self, node: Node | None) -> None:
@@ -495,7 +482,8 @@ class Index:
 
     def _shown(self, node: Node) -> tuple[Medium, ...]:
         """The tiers that listeners are to know of."""
-        if node.parent is not None and not node.parent.told:
+        of_old = node.root is not None and node.root.identity.weights_epoch < self._told_from
+        if of_old or (node.parent is not None and not node.parent.told):
             return ()
         return node.media if node.landed else node.media[: node.owner is not None]
 

@@ -371,6 +371,7 @@ class Manager(Rewinding):
         """
         self._enter()
         self.reuse.epoch += 1
+        self.reuse.index.retire(self.reuse.epoch)
         self.flight.quiesce()
         self.reuse.make_room(self.host.capacity)
         for range_ in tuple(self.arena.retaining.values()):

@@ -158,10 +158,12 @@ class Listening:
         ]
 
     def _there(self) -> dict[bytes, frozenset[str]]:
-        """Which tiers have the bytes of each block that can be had from its first one on."""
+        """Which tiers have the bytes of each block of the present weights that can be had from its
+        first one on."""
         found, states = dict[bytes, frozenset[str]](), self.kv.host.cells.states
-        index = self.kv.reuse.index
-        for node in index:
+        index, epoch = self.kv.reuse.index, self.kv.reuse.epoch
+        present = (n for n in index if n.root and n.root.identity.weights_epoch == epoch)
+        for node in present:
             tiers = {GPU} if node.owner is not None else set[str]()
             if node.slot is not None and states[node.slot] in _LANDED:
                 tiers.add(CPU)

@@ -30,6 +30,7 @@ from kvstate.sequence import Sequence
 from kvstate.spans import Sharing, Span, Spans
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
+from kvstate.spec.page import PRIVATE
 from kvstate.spec.range import PARKED, RESERVED
 from kvstate.spec.span import REGISTERED
 from kvstate.tiers import FrameBudget
@@ -151,13 +152,13 @@ class Ladder:
             self._unmap(victims)
 
     def _doubles(self) -> Iterator[tuple[Sequence, Sharing]]:
-        """Sequences with copies of what a span has, the first admitted first; those that have none
-        are not asked again until something changes. O(1) if nobody can have any."""
+        """Sequences with copies of what a span has, the first admitted first; those that have no
+        copies of anything are not asked again. O(1) if nobody can have any."""
         for seq in sorted(self.reuse.doubles, key=lambda seq: seq.uid):
             sharing = self.spans.duplicate(seq)
             if sharing is not None:
                 yield seq, sharing
-            elif seq.transfer is None:
+            elif seq.transfer is None and not seq.pages.states.count(PRIVATE.code):
                 self.reuse.doubles.discard(seq)
 
     def _double_frames(self) -> int:

@@ -27,7 +27,7 @@ from kvstate.events import (
 from kvstate.index import Index
 from kvstate.keys import Identity, token_bytes
 from tests.conftest import Open
-from tests.test_reuse import PROMPT, said
+from tests.test_reuse import PROMPT, go_on, said
 
 ME = Identity(salt=b"secret")
 OWNER = "a sequence"
@@ -156,7 +156,7 @@ def test_a_handover_says_nothing_and_a_clear_says_so() -> None:
     drained(publisher)
     index.lose_owner(extend(index, 1, 2)[0], OWNER, heir="another")
     assert drained(publisher) == []
-    index.clear()
+    index.retire(1)
     assert drained(publisher) == [AllBlocksCleared()]
 
 
@@ -188,7 +188,7 @@ def test_the_wire_has_the_shape_that_routers_read() -> None:
     index.give_slot(node, 4)
     digest = index.digest(node)
     index.lose_owner(node, OWNER)
-    index.clear()
+    index.retire(1)
     number, payload = encode(publisher.drain(ts=12.5)[0])
     assert number == bytes(8)
     assert msgspec.msgpack.decode(payload) == [
@@ -207,7 +207,7 @@ def test_the_wire_has_the_shape_that_routers_read() -> None:
 def test_what_is_encoded_decodes() -> None:
     index = index_with((1, 2, 3, 4))
     publisher = Publisher(index)
-    index.clear()
+    index.retire(1)
     for numbered in publisher.drain():
         assert decode(*encode(numbered)) == numbered
 
@@ -344,7 +344,14 @@ def test_a_router_hears_of_tiers_when_the_bytes_are_there(open_manager: Open) ->
     again.rewind(3)
     assert heard() == [{"GPU", "CPU"}, {"CPU"}, {"CPU"}, {"CPU"}]
     kv.clear_reuse()
-    assert heard() == [{"GPU"}]
+    assert heard() == [], "though the sequence still has its block"
+    go_on(kv, again, PROMPT)
+    assert heard() == [], "it goes on with the old weights"
+    said(kv, PROMPT)
+    assert heard() == [{"GPU"}] * 4
+    again.close()
+    kv.poll()
+    assert heard() == [{"GPU"}] * 4
 
 
 def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:

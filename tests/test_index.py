@@ -355,7 +355,6 @@ def test_what_is_illegal_is_refused_and_changes_nothing() -> None:
         ("hold", "sequence 1 holds it already", lambda: index.hold(second, ("sequence", 1))),
         ("release", "does not hold it", lambda: index.release(second, ("copy", 1))),
         ("release", "does not hold it", lambda: index.release(first, ("sequence", 1))),
-        ("clear", "1 holds on 1 blocks", index.clear),
     ]
     for event, reason, call in calls:
         refused(event, reason, call, index)
@@ -439,19 +438,6 @@ def test_a_hold_is_on_the_whole_prefix() -> None:
     index.release(third, ("sequence", 2))
     assert [node.pins for node in (first, second, third)] == [0, 0, 0]
     assert len(index.lose_owner(first, A)) == 3
-
-
-def test_clear_drops_both_tiers_and_says_which_slots() -> None:
-    """vllm-project/vllm#57727: a reset left the host tier serving."""
-    index = index_of((1, 2, 3, 4))
-    first, second = index.match(ME, ids(1, 2, 3, 4))
-    index.give_slot(second, 4)
-    index.insert(Identity(b"other"), ids(1, 2), slot=9)
-    assert sorted(index.clear()) == [4, 9]
-    assert (len(index), index.victims(9), check(index)) == (0, [], [])
-    assert not first.findable
-    assert index.match(ME, ids(1, 2)) == []
-    assert index.clear() == []
 
 
 def test_digests_are_keyed_and_name_the_whole_prefix() -> None:
@@ -582,7 +568,6 @@ SPOILT: dict[str, tuple[Callable[[Index, Node, Node], object], str]] = {
     "a root": (lambda i, a, b: i._roots.update({b"?": i._roots.popitem()[1]}), "another identity"),
     "a slot": (lambda i, a, b: i.slots.clear(), "1 blocks have slots, 0 slots have blocks"),
     "a count": (lambda i, a, b: setattr(i, "_count", 5), "5 blocks are counted, 2 are there"),
-    "the holds": (lambda i, a, b: setattr(i, "holds", 1), "1 holds are counted, 0 are there"),
     "the queue": (lambda i, a, b: i._queue.clear(), "queue of victims"),
     "an entry": (lambda i, a, b: i._queue.append(i._queue[0]), "queue of victims"),
     "a late entry": (lambda i, a, b: i._queue.append((9, *i._queue.pop()[1:])), "queue of victims"),
@@ -1001,17 +986,6 @@ class Machine(RuleBasedStateMachine):
         for path in wanted:
             self.pair.lose(path, "slot")
         self.freed(before)
-
-    @rule()
-    def clear(self) -> None:
-        index, model = self.pair.index, self.pair.model
-        holds = sum(len(known.holders) for known in model.blocks.values())
-        if holds:
-            refused("clear", f"{holds} holds on", index.clear, index)
-            return
-        self.free += index.clear()
-        self.pair.nodes.clear()
-        model.blocks.clear()
 
     @invariant()
     def same(self) -> None:

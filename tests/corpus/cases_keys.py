@@ -1,7 +1,7 @@
 """What a block is found by, and what the outside is told: the index, the keys and the events alone.
 
-These reports have no calls of a manager yet: adapters, extra keys, a reset. Their cases are
-functions over the same index that the manager uses.
+Most of these reports are about what a call of a manager does not show: their cases are functions
+over the same index that the manager uses.
 """
 
 from __future__ import annotations
@@ -9,20 +9,21 @@ from __future__ import annotations
 from itertools import combinations
 from typing import Final
 
+from kvstate import trace
 from kvstate.blocks import Node
 from kvstate.errors import TraceError
 from kvstate.events import Publisher, Replica
 from kvstate.index import Index
-from kvstate.index_check import check
 from kvstate.keys import Extras, Identity, token_bytes
-from tests.corpus.case import REACHED, Case, expect
+from tests.corpus.case import REACHED, Case, config, expect, found, grew, said, slots
 from tests.faults.planted import Fault
 
 WHOLE: Final = "law 6 (whole keys)"
 COHERENT: Final = "law 5 (index coherence)"
 REPLAYS: Final = "law 22 (events replay)"
 TIERS: Final = "law 21 (tier order)"
-IDS: Final = token_bytes([1, 2, 3, 4, 5, 6])
+SIX: Final = [1, 2, 3, 4, 5, 6]
+IDS: Final = token_bytes(SIX)
 KEY: Final = b"corpus"
 OWNER: Final = object()
 
@@ -70,19 +71,6 @@ def _images_whole() -> None:
         expect(WHOLE, f"found with {wrong}", index.match(identity, IDS, wrong), nodes[:shared])
 
 
-def _clear_all_tiers() -> None:
-    """One prefix in both tiers: a reset forgets both, or, while a copy reads one, neither."""
-    index, identity = Index(2, key=KEY), Identity()
-    nodes = _chain(index, identity)
-    for slot, node in enumerate(nodes):
-        index.give_slot(node, slot)
-    index.lose_owner(nodes[2], OWNER)
-    expect(REACHED, "tiers", [node.media for node in nodes], [("GPU", "CPU")] * 2 + [("CPU",)])
-    expect(COHERENT, "slots to be freed", sorted(index.clear()), [0, 1, 2])
-    expect(COHERENT, "found after a reset", index.match(identity, IDS), [])
-    expect(COHERENT, "faults", check(index), [])
-
-
 def _host_leaf() -> None:
     """x, y and z on the host; z comes to the GPU too: y has a child on the host all the same."""
     index = Index(2, key=KEY)
@@ -105,16 +93,6 @@ def _told(index: Index, publisher: Publisher, replica: Replica) -> None:
     except TraceError as error:
         expect(REPLAYS, "events", str(error), "accepted")
     expect(REPLAYS, "what the replica knows", replica.blocks, Replica.of(index).blocks)
-
-
-def _clear_is_told() -> None:
-    index, replica = Index(2, key=KEY), Replica()
-    publisher = Publisher(index)
-    _chain(index, Identity())
-    _told(index, publisher, replica)
-    expect(REACHED, "blocks of the replica", len(replica.blocks), 3)
-    index.clear()
-    _told(index, publisher, replica)
 
 
 def _tiers_are_apart() -> None:
@@ -186,14 +164,23 @@ KEYS: Final = (
         entries=("B68",),
         law=COHERENT,
         fault=Fault(
-            "a reset forgets what is on the GPU",
-            "kvstate/index.py",
-            "        slots = list(self.slots)\n        for node in [*self.walk()][::-1]:\n",
-            "        slots = list(self.slots)\n"
-            "        for node in [n for n in self.walk() if n.slot is None][::-1]:\n",
+            "a reset forgets what the host has, and not the rest",
+            "kvstate/manager.py",
+            "        self.reuse.epoch += 1\n        self.reuse.index",
+            "        self.reuse.index",
             "B68",
         ),
-        run=_clear_all_tiers,
+        config=config(write_through="on_commit", spans="off"),
+        program=(
+            *said(1, SIX),
+            *said(2, [9, 9]),
+            trace.Poll(),
+            slots(MIRROR=4, FREE=12),
+            found([*SIX, 7], 6),
+            trace.Clear(),
+            found([*SIX, 7], 0, COHERENT),
+            slots(FREE=16),
+        ),
     ),
     Case(
         name="a leaf of the host is judged by the host",
@@ -220,7 +207,14 @@ KEYS: Final = (
             "        pass\n",
             "B158",
         ),
-        run=_clear_is_told,
+        config=config(),
+        program=(
+            *said(1, SIX),
+            found([*SIX, 7], 6),
+            trace.Clear(),
+            *grew(1, 2),
+            trace.Close(seq=1),
+        ),
     ),
     Case(
         name="what leaves one tier has not left the other",
