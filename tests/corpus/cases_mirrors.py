@@ -372,7 +372,7 @@ MIRRORS: Final = (
     Case(
         name="a rewind waits for who copies what it goes into",
         entries=("B22",),
-        law="law 17 (device order)",
+        law="law 5 (index coherence)",
         streams="adversarial",
         seeds=SCHEDULES,
         fault=planted("a rewind does not wait for who copies its pages"),

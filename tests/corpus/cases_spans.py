@@ -156,7 +156,7 @@ SPANS: Final = (
     Case(
         name="what a suspended sequence stands on stays when its span goes",
         entries=("B13",),
-        law=STANDS,
+        law="law 5 (index coherence)",
         fault=Fault(
             "a span that goes takes what others have too",
             "kvstate/reuse.py",
