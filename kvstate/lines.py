@@ -214,9 +214,7 @@ class Lines:
         while slots > self.host.free:
             short = slots - self.host.free
             victims = self.index.victims(short) or self._outlived(short)
-            if not victims:
-                if self._uncover():
-                    continue
+            if not victims and not self._uncover():
                 return
             self._inherit([node for node in victims if node.owner is None and node in self.lines])
             self.free([node.slot for node in victims if node.slot is not None])
@@ -267,9 +265,7 @@ def _only_retained_behind(node: Node) -> bool:
     """The host has the block for nobody, and all behind it is retained by parked ranges."""
     if node.owner is not None or node.pins or node.host_children or not node.children:
         return False
-    return all(
-        isinstance(one.owner, Range) and one.slot is None for one in descendants(node.children)
-    )
+    return all(isinstance(one.owner, Range) for one in descendants(node.children))
 
 
 def source_of(node: Node) -> Range | None:

@@ -370,6 +370,7 @@ def test_each_law_of_sharing_says_what_is_broken(open_manager: Open) -> None:
         (5, evolve(seen, index_faults=("it is upside down",)), "upside down"),
         (6, with_block(block, key=b"else"), "is another in the index"),
         (6, with_block(block, parent=None), "another before it"),
+        (6, evolve(seen, blocks=()), "is not in the index"),
         (7, evolve(seen, readers={}), "the books say"),
         (7, evolve(seen, transfers=(), readers={}), "read by None"),
         (21, with_block(block, owner=99), "the one before it is not"),
