@@ -76,7 +76,9 @@ class Index:
         self.clock = 0
         self._key = secrets.token_bytes(32) if key is None else key
         self._roots: dict[bytes, Root] = {}
-        self._count = self._serial = self._told_from = 0
+        self._count = self._serial = 0
+        self.epoch = 0
+        """Of the weights: newcomers find only what is of the same."""
         self._queue: list[Entry] = []
 
     def __len__(self) -> int:
@@ -341,11 +343,11 @@ class Index:
             self._consider(node.parent)
         return []
 
-    def retire(self, epoch: int) -> None:
-        """Nothing that is of the weights before this epoch is found any more: listeners are to
-        forget everything, and hear nothing of those blocks again. They stay until whoever has them
-        leaves. O(blocks)."""
-        self._told_from = epoch
+    def retire(self) -> None:
+        """A new epoch of the weights begins, and nothing that is there is found any more: listeners
+        are to forget everything, and hear nothing of those blocks again. They stay until whoever
+        has them leaves. O(blocks)."""
+        self.epoch += 1
         for node in self.walk():
             node.told = ()
         for listener in self.listeners:
@@ -482,7 +484,7 @@ class Index:
 
     def _shown(self, node: Node) -> tuple[Medium, ...]:
         """The tiers that listeners are to know of."""
-        of_old = node.root is not None and node.root.identity.weights_epoch < self._told_from
+        of_old = node.root is not None and node.root.identity.weights_epoch < self.epoch
         if of_old or (node.parent is not None and not node.parent.told):
             return ()
         return node.media if node.landed else node.media[: node.owner is not None]

@@ -370,8 +370,7 @@ class Manager(Rewinding):
         them; everything else is given up.
         """
         self._enter()
-        self.reuse.epoch += 1
-        self.reuse.index.retire(self.reuse.epoch)
+        self.reuse.index.retire()
         self.flight.quiesce()
         self.reuse.make_room(self.host.capacity)
         for range_ in tuple(self.arena.retaining.values()):

@@ -85,14 +85,16 @@ class Reuse(Lines):
         super().__init__(index, host, actor, flight, mirrors=mode == "on_commit")
         self.enabled = self.keeping = mode != "off"
         """Whether there is an index, and whether what a closing sequence leaves is kept."""
-        self.epoch = 0
-        """Of the weights: newcomers find only what is of the same. Grows whenever all is to be
-        forgotten."""
         self._editions = 0
         """How many pages were written so far that were committed."""
         self._seen: list[tuple[Node, Sequence]] = []
         """Blocks on the host that somebody has committed since, not yet promoted."""
         flight.reuse = self
+
+    @property
+    def epoch(self) -> int:
+        """Of the weights: newcomers find only what is of the same."""
+        return self.index.epoch
 
     # Looking up.
 

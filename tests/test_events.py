@@ -156,7 +156,7 @@ def test_a_handover_says_nothing_and_a_clear_says_so() -> None:
     drained(publisher)
     index.lose_owner(extend(index, 1, 2)[0], OWNER, heir="another")
     assert drained(publisher) == []
-    index.retire(1)
+    index.retire()
     assert drained(publisher) == [AllBlocksCleared()]
 
 
@@ -188,7 +188,7 @@ def test_the_wire_has_the_shape_that_routers_read() -> None:
     index.give_slot(node, 4)
     digest = index.digest(node)
     index.lose_owner(node, OWNER)
-    index.retire(1)
+    index.retire()
     number, payload = encode(publisher.drain(ts=12.5)[0])
     assert number == bytes(8)
     assert msgspec.msgpack.decode(payload) == [
@@ -207,7 +207,7 @@ def test_the_wire_has_the_shape_that_routers_read() -> None:
 def test_what_is_encoded_decodes() -> None:
     index = index_with((1, 2, 3, 4))
     publisher = Publisher(index)
-    index.retire(1)
+    index.retire()
     for numbered in publisher.drain():
         assert decode(*encode(numbered)) == numbered
 

@@ -165,9 +165,9 @@ KEYS: Final = (
         law=COHERENT,
         fault=Fault(
             "a reset forgets what the host has, and not the rest",
-            "kvstate/manager.py",
-            "        self.reuse.epoch += 1\n        self.reuse.index",
-            "        self.reuse.index",
+            "kvstate/index.py",
+            "        self.epoch += 1\n",
+            "",
             "B68",
         ),
         config=config(write_through="on_commit", spans="off"),
