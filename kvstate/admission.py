@@ -334,7 +334,7 @@ class Admission(Stepping):
             seq.identity = self.reuse.current(seq.identity)
         seq.matched_tokens = 0 if match.parent is not None else tokens
         if seq.transfer is not None:
-            self.reuse.onboard(seq.transfer)
+            self.reuse.onboard(seq.transfer, seq)
             seq.held_tokens = tokens
         seq.nodes, seq.keys = list(nodes), [node.key for node in nodes]
         seq.editions = [node.edition for node in nodes]

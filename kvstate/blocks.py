@@ -39,7 +39,7 @@ class Node:
 
     __slots__ = (
         "children", "edition", "holders", "host_children", "key", "landed", "name", "ordinal",
-        "owner", "parent", "pins", "queued", "root", "serial", "slot", "told", "used",
+        "owner", "parent", "pins", "queued", "root", "serial", "slot", "told", "uncopied", "used",
     )  # fmt: skip
 
     def __init__(
@@ -74,6 +74,8 @@ class Node:
         """Its holders and its pinned children: not 0 while it must stay."""
         self.host_children = 0
         """Children that have a host slot."""
+        self.uncopied = False
+        """It waits for a copy on the host."""
         self.queued = False
         """The queue of victims has its one entry for this node."""
         self.name: bytes | None = None

@@ -26,6 +26,7 @@ from kvstate.errors import (
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.life import Life
+from kvstate.mirrors import Mirrors
 from kvstate.plan import Plan, illegal_object
 from kvstate.reclaim import Ladder
 from kvstate.reuse import Reuse
@@ -71,6 +72,7 @@ class Core:
         self.ladder = Ladder(
             self.gpu, self.arena, self.actor, self.flight, self.spans, self.reuse, config.gpu
         )
+        self.mirrors = Mirrors(self.reuse) if config.write_through == "on_commit" else None
         self.life = self.actor.life
 
     @property

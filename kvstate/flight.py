@@ -17,7 +17,7 @@ from kvstate.act import Actor
 from kvstate.arena import Arena, Range
 from kvstate.device import Completion, Device
 from kvstate.plan import Coverage, Plan
-from kvstate.sequence import Columns, Step, Transfer
+from kvstate.sequence import Columns, Sequence, Step, Transfer
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.range import FENCED, PARKED
 from kvstate.spec.transfer import STEP_ISSUED
@@ -88,7 +88,7 @@ class Flight:
             range_.holders.add((transfer.kind, transfer.token))
         if transfer.kind == "transfer":
             self.loads += transfer.loads
-            if not transfer.keeps:
+            if transfer.seq is not None and not transfer.keeps:
                 transfer.seq.transfer = transfer
         self.columns.version += 1
 
@@ -181,38 +181,41 @@ class Flight:
         return delivered
 
     def _complete(self, transfer: Transfer, ok: bool) -> None:
-        """The end of a transfer: its slots, and its pages if their life is still the same."""
-        seq, shared = transfer.seq, transfer.keeps or transfer.onboards
+        """The end of a transfer: its slots, and the pages of its sequence if their life is still
+        the same."""
+        seq = transfer.seq
         plan = self.plan()
         plan.operands = operands = runs.Operands(slots=transfer.slots)
-        if shared:
-            operands |= self.reuse.ending(transfer, ok)
-        current = transfer.current and seq.transfer is transfer
-        leaving = None
-        if current:
-            operands |= self._of_sequence(transfer, ok)
+        ending = leaving = None
+        if transfer.keeps or transfer.onboards:
+            ending = self.reuse.ending(transfer, ok)
+            operands |= ending.operands
+        if seq is not None and transfer.current and seq.transfer is transfer:
+            operands |= self._of_sequence(transfer, seq, ok)
             self.ended.append(Ended(self.call, seq.uid, transfer.outward, transfer.onboards, ok))
             if not ok and not transfer.inward:
                 leaving = self.reuse.leaving(seq)
                 operands |= leaving.operands
+        else:
+            seq = None
         plan.move(_DONE if ok else _FAIL, transfer)
         self.actor.run(plan)
         self.settle(plan)
         self.loads -= transfer.loads
-        if shared:
-            self.reuse.ended(transfer, ok)
+        if ending is not None:
+            self.reuse.ended(transfer, ok, ending)
         if leaving is not None:
             self.reuse.left(leaving)
         self.columns.version += 1
         if not ok:
             self.counters["failed_copies"] += 1
             log.warning("%s failed", transfer)
-        if current:
-            self._end(transfer, ok, plan)
+        if seq is not None:
+            self._end(transfer, seq, ok, plan)
 
-    def _of_sequence(self, transfer: Transfer, ok: bool) -> runs.Operands:
+    def _of_sequence(self, transfer: Transfer, seq: Sequence, ok: bool) -> runs.Operands:
         """What the end means for the sequence whose life it is of."""
-        seq, geometry = transfer.seq, self.arena.geometry
+        geometry = self.arena.geometry
         blocks = geometry.blocks(seq.held_tokens)
         held = ((seq.pages, 0, blocks),)
         found = runs.freeing(seq, geometry, blocks) if transfer.loads and not ok else {}
@@ -222,11 +225,11 @@ class Flight:
             copied = set(runs.slots_of(transfer.slots))
             there = [slot for slot in runs.slots_of(seq.slots) if slot not in copied]
             found["taken"] = runs.runs_of(seq.slots[0][0], there) if there else ()
+        found |= self.reuse.backed(seq) if transfer.inward and ok else {}
         return found | {"sequence": (seq,), "held": held, "loading": loading}
 
-    def _end(self, transfer: Transfer, ok: bool, plan: Plan) -> None:
+    def _end(self, transfer: Transfer, seq: Sequence, ok: bool, plan: Plan) -> None:
         """What the end of its copy leaves of a sequence."""
-        seq = transfer.seq
         seq.transfer = None
         if transfer.loads and not ok:
             runs.hand_over(seq, plan.operands)
@@ -235,5 +238,7 @@ class Flight:
             self.reuse.away(seq)
         elif transfer.loads or not ok:
             seq.slots, seq.held_tokens = (), 0
+        if transfer.inward and ok:
+            self.reuse.came_back(seq, plan.operands)
         if not ok and not transfer.inward:
             seq.forget_tokens()

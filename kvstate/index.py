@@ -53,6 +53,7 @@ from kvstate.blocks import (
 )
 from kvstate.errors import ConfigError
 from kvstate.keys import ID, ID_BYTES, Extra, Extras, Identity, extra_bytes
+from kvstate.uncopied import Uncopied
 
 
 class Index:
@@ -80,6 +81,8 @@ class Index:
         self.epoch = 0
         """Of the weights: newcomers find only what is of the same."""
         self._queue: list[Entry] = []
+        self.uncopied: Uncopied | None = None
+        """Blocks that are to have a copy on the host and have none, if all are to have one."""
 
     def __len__(self) -> int:
         return self._count
@@ -251,6 +254,10 @@ class Index:
         self._count += len(chain)
         if slot is not None:
             self._fill(chain[0], slot)
+        elif self.uncopied is not None:
+            self.uncopied.rights += len(chain)
+            for node in chain:
+                self.await_copy(node)
         for node in chain if self.listeners else ():
             self._tell(node)
         return chain
@@ -288,6 +295,7 @@ class Index:
         node.owner = owner
         self._tell(node)
         self._consider(node)
+        self.await_copy(node)
 
     def give_slot(self, node: Node, slot: int, *, landed: bool = True) -> None:
         """A block that had no host copy has one, in this slot; its bytes may still be on the way,
@@ -319,6 +327,7 @@ class Index:
             raise illegal(node, "lose_owner", node.state_name, reason)
         if heir is not None:
             node.owner = heir
+            self.await_copy(node)
             return []
         if node.slot is None:
             return self._cut(node, "lose_owner")
@@ -341,7 +350,15 @@ class Index:
         self._tell(node)
         if node.parent is not None:
             self._consider(node.parent)
+        self.await_copy(node)
         return []
+
+    def await_copy(self, node: Node) -> None:
+        """A block that only the GPU has waits for a copy on the host, if all are to have one."""
+        if self.uncopied is None or node.root is None or node.slot is not None:
+            return
+        if node.root.identity.weights_epoch == self.epoch:
+            self.uncopied.add(node)
 
     def retire(self) -> None:
         """A new epoch of the weights begins, and nothing that is there is found any more: listeners
@@ -350,6 +367,8 @@ class Index:
         self.epoch += 1
         for node in self.walk():
             node.told = ()
+        if self.uncopied is not None:
+            self.uncopied = Uncopied()
         for listener in self.listeners:
             listener.cleared()
 

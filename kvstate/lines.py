@@ -26,7 +26,13 @@ from kvstate.runs import runs_of
 from kvstate.sequence import Sequence
 from kvstate.spans import Span
 from kvstate.spec.compiled import MACHINES
-from kvstate.spec.page import COMMITTED, PRIVATE, RETAINED
+from kvstate.spec.page import (
+    COMMITTED,
+    HOST_HELD_PRIVATE,
+    LOADING_PRIVATE,
+    PRIVATE,
+    RETAINED,
+)
 from kvstate.tiers import HostSlots
 
 _EVICT_SLOT: Final = MACHINES.cell("host.evict")
@@ -34,19 +40,18 @@ _EVICT_PAGE: Final = MACHINES.cell("page.evict")
 _PROMOTE: Final = MACHINES.cell("page.promote")
 _YIELD: Final = MACHINES.cell("page.yield")
 _RELEASE: Final = MACHINES.cell("page.release")
+READY: Final = (PRIVATE.code,)
+"""The page of an heir whose bytes can be read on the GPU."""
+_HEIRS: Final = (*READY, HOST_HELD_PRIVATE.code, LOADING_PRIVATE.code)
+"""Those of all heirs, the best first. A block of a suspended sequence is not found until that runs
+again; and a copy that has not arrived may fail."""
 
 
 class Lines:
     """The lines of one index, and the host slots that it gives up."""
 
-    def __init__(
-        self, index: Index, host: HostSlots, actor: Actor, flight: Flight, *, mirrors: bool
-    ) -> None:
+    def __init__(self, index: Index, host: HostSlots, actor: Actor, flight: Flight) -> None:
         self.index, self.host, self.actor, self.flight = index, host, actor, flight
-        self.mirrors = mirrors
-        """Whether committed pages are copied out at once."""
-        self._bare: list[tuple[Node, Sequence]] = []
-        """Blocks whose pages became canonical since the last copies."""
         self.doubles: set[Sequence] = set()
         """Sequences that may have copies of what a span has."""
         self.lines: dict[Node, dict[int, Sequence]] = {}
@@ -74,17 +79,29 @@ class Lines:
         for node in nodes:
             self.doubles.update(self.lines.get(node, {}).values())
 
-    def _inherited(self, nodes: Iterable[Node]) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
-        """Those blocks that somebody else has too, and who is the first in line for each; and those
-        that nobody else has. In their order; they need not be a chain."""
+    def _inherited(
+        self, nodes: Iterable[Node], codes: tuple[int, ...] = _HEIRS
+    ) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
+        """Those blocks that another sequence has too, and whose page of each is canonical then; and
+        those that none has. In their order; they need not be a chain."""
         inherited, lost = list[tuple[Node, Sequence]](), list[Node]()
         for node in nodes:
-            line = self.lines.get(node)
-            if line:
-                inherited.append((node, next(iter(line.values()))))
-            else:
+            heir = self._heir(node, codes)
+            if heir is None:
                 lost.append(node)
+            else:
+                inherited.append((node, heir))
         return inherited, lost
+
+    def _heir(self, node: Node, codes: tuple[int, ...]) -> Sequence | None:
+        """The first in line for a block whose page is in the first of these states that any is in.
+        O(line), unless the first in line is in the first of them."""
+        line = self.lines.get(node, {}).values()
+        for code in codes:
+            for seq in line:
+                if seq.pages.states[node.ordinal] == code:
+                    return seq
+        return None
 
     # Coming next.
 
@@ -122,13 +139,22 @@ class Lines:
         theirs, so that they can still be found."""
         found = list[tuple[Node, Sequence]]()
         for node in seq.nodes:
-            line = self.lines.get(node, {}).values() if node.owner is seq else ()
-            heir = next((s for s in line if s.pages.states[node.ordinal] == PRIVATE.code), None)
+            heir = self._heir(node, READY) if node.owner is seq else None
             if heir is not None:
                 found.append((node, heir))
+        self._take_over(found)
+
+    def _take_over(self, found: list[tuple[Node, Sequence]]) -> None:
+        """These pages on the GPU are canonical, and no longer those of suspended sequences, which
+        cannot be found."""
+        of: dict[Sequence, list[tuple[Node, Sequence]]] = {}
+        for pair in found:
+            assert isinstance(pair[0].owner, Sequence)
+            of.setdefault(pair[0].owner, []).append(pair)
         self._fire_promote(found)
-        self._inherited_from(seq, found)
-        self.give_way(seq, [node for node, _ in found])
+        for owner, pairs in of.items():
+            self._inherited_from(owner, pairs)
+            self.give_way(owner, [node for node, _ in pairs])
 
     def give_way(self, seq: Sequence, nodes: list[Node]) -> None:
         """A suspended sequence has copies, and others have the canonical pages."""
@@ -141,12 +167,11 @@ class Lines:
     # Giving up.
 
     def _bereave(self, lost: list[Node], owner: object) -> None:
-        """Blocks have no owner any more: they stay as far as the host has them."""
-        kept = next((at for at, node in enumerate(lost) if node.slot is None), len(lost))
-        for node in lost[:kept]:
-            self.index.lose_owner(node, owner)
-        cut = self._cut_all(lost[kept:])
-        self.free(cut)
+        """Blocks have no owner any more: those stay that the host has, if all before them stay."""
+        for node in lost:
+            if node.slot is not None:
+                self.index.lose_owner(node, owner)
+        self.free(self._cut_all([node for node in lost if node.slot is None]))
 
     def _cut_all(self, nodes: list[Node]) -> list[int]:
         """Take blocks and all below them out of the index; the slots of those below."""
@@ -192,8 +217,6 @@ class Lines:
                 slots.append(node.slot)
                 self.index.lose_slot(node)
         self.free(slots)
-        if self.mirrors:
-            self._bare += found
 
     def make_room(self, slots: int, spare: Iterable[Node] = ()) -> bool:
         """Evict pages that are nobody's, or on the GPU too, until that many slots are free, or none

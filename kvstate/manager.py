@@ -33,6 +33,7 @@ from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
+from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
@@ -227,7 +228,7 @@ class Manager(Rewinding):
         GPU memory is reused once `after`, steps in flight and copies are done.
         """
         blocks = self.geometry.blocks(seq.written_tokens)
-        self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks), keep=False)
+        self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
         seq.forget_tokens()
         self.counters["drops"] += 1
 
@@ -237,53 +238,58 @@ class Manager(Rewinding):
         What it committed and nobody else has is copied to the host, as far as there is room or can
         be made, and is found by others with the same prefix once it is there.
         """
-        keep = self.reuse.keeping
-        self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry), keep=keep)
+        self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
         if seq.state == CLOSED.code:
             self._retire(seq)
         self.counters["closes"] += 1
 
     def _leave(
-        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands, *, keep: bool
+        self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands
     ) -> None:
         self._enter(seq)
         self._legal(event, seq)
         passage = self.spans.passage(seq, self.reuse.epoch, closing=event is _CLOSE)
-        passed = [] if passage is None else passage.span.nodes + passage.nodes
-        known = seq.identity.weights_epoch == self.reuse.epoch
-        keep = keep and known and seq.transfer is None
-        retains = keep and self.config.retain and seq.range is not None
-        leaving = self.reuse.leaving(seq, 0, passage, retains=retains)
-        if keep and seq.range is not None:
-            nodes = passed + leaving.retained + leaving.lost
-            self.reuse.make_room(sum(node.slot is None for node in nodes))
-            leaving = self.reuse.leaving(seq, 0, passage, retains=retains)
-        passed += leaving.retained
+        leaving = self._leaving(event, seq, passage)
         leaves = leaves | self.spans.passing(passage)
-        plan, nodes, slots = self._plan_leave(event, seq, after, leaves, leaving, passed, keep=keep)
+        plan, slots = self._plan_leave(event, seq, after, leaves, leaving)
         self._fence(seq, after)
         try:
             self.actor.run(plan)
         except DeviceError:
-            if plan.room:
-                log.warning("%s: what it committed could not be kept", seq)
-                plan, nodes, slots = self._plan_leave(
-                    event, seq, after, leaves, leaving, passed, keep=False
-                )
-                self.actor.run(plan)
-            else:
+            if not plan.room:
                 raise
+            log.warning("%s: what it committed could not be kept", seq)
+            leaving = self.reuse.leaving(seq, 0, passage, retains=bool(leaving.retained))
+            plan, slots = self._plan_leave(event, seq, after, leaves, leaving)
+            self.actor.run(plan)
         if plan.token is not None:
             assert seq.range is not None
-            transfer = Transfer(plan.token, seq, seq.range, plan.room, nodes, keeps=True)
+            transfer = Transfer(plan.token, seq, seq.range, plan.room, leaving.kept, keeps=True)
             self.flight.issue(transfer, plan.size_bytes)
         self._left_behind(seq, passage)
         self._retain(seq, passage, leaving)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
+        if seq.slots:
+            self.reuse.bequeath(seq, leaving.kept, slots)
+        else:
+            self.reuse.keep(leaving.kept, slots, plan.token)
         seq.transfer, seq.slots = None, ()
-        self.reuse.keep(nodes, slots, plan.token)
         self.reuse.left(leaving)
+
+    def _leaving(self, event: ObjectEvent, seq: Sequence, passage: Passage | None) -> Leaving:
+        """What it means for the index, once there is room on the host for what can be kept there:
+        all that it has there, and if it closes what it has on the GPU."""
+        look, host = self.reuse.leaving, self.host
+        if not self.reuse.keeping or seq.identity.weights_epoch != self.reuse.epoch:
+            return look(seq, 0, passage)
+        if seq.slots:
+            return look(seq, 0, passage, room=host.capacity)
+        if event is not _CLOSE or seq.transfer is not None or seq.range is None:
+            return look(seq, 0, passage)
+        retains = self.config.retain
+        self.reuse.make_room(len(look(seq, 0, passage, retains=retains, room=host.capacity).kept))
+        return look(seq, 0, passage, retains=retains, room=host.free)
 
     def _retain(self, seq: Sequence, passage: Passage | None, leaving: Leaving) -> None:
         """The range that the sequence is about to leave retains what nobody else has."""
@@ -295,35 +301,31 @@ class Manager(Rewinding):
 
     def _plan_leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands,
-        leaving: Leaving, passed: list[Node], *, keep: bool,
-    ) -> tuple[Plan, list[Node], list[int]]:  # fmt: skip
-        """The plan, and the blocks that get host slots."""
-        plan, nodes, slots = self.flight.plan(), list[Node](), list[int]()
+        leaving: Leaving,
+    ) -> tuple[Plan, list[int]]:  # fmt: skip
+        """The plan, and the host slots of the blocks that get some."""
+        plan, slots = self.flight.plan(), list[int]()
         plan.operands = operands = leaves | runs.hosted(seq) | leaving.operands
         if leaving.retained:
             kept = runs_of(seq.pages, [node.ordinal for node in leaving.retained])
             own = [run for whole in leaves["resident"] for run in runs.besides(whole, kept)]
             operands |= {"retained": kept, "resident": own}
-        if keep and seq.range is not None:
-            nodes, slots = self._plan_keep(plan, operands, seq, passed, leaving.lost)
+        if seq.slots:
+            slots = self._plan_bequest(operands, seq, leaving.kept)
+        elif leaving.kept:
+            slots = self._plan_keep(plan, operands, seq, leaving)
             plan.stream, plan.event = seq.stream, after
-        elif keep and leaving.lost:
-            nodes, slots = leaving.lost, self._plan_bequest(operands, seq, leaving.lost)
         plan.move(event, seq)
-        return plan, nodes, slots
+        return plan, slots
 
     def _plan_keep(
-        self, plan: Plan, operands: runs.Operands, seq: Sequence, passed: list[Node],
-        lost: list[Node],
-    ) -> tuple[list[Node], list[int]]:  # fmt: skip
-        """Copy what it leaves to others, and then what nobody has, to the host, as far as there is
-        room and it is not there yet."""
+        self, plan: Plan, operands: runs.Operands, seq: Sequence, leaving: Leaving
+    ) -> list[int]:
+        """Copy blocks to the host: what it leaves to others there, and then what nobody has."""
         assert seq.range is not None
-        mirrored = [node for node in passed if node.slot is None]
-        nodes = mirrored + [node for node in lost if node.slot is None]
-        nodes, block_bytes = nodes[: self.host.free], self.geometry.block_bytes
+        nodes, block_bytes = leaving.kept, self.geometry.block_bytes
         plan.room = self.host.room(len(nodes)) or []
-        slots, most = list(slots_of(plan.room)), len(mirrored)
+        slots, most = list(slots_of(plan.room)), leaving.stay
         pages = [seq.range.base + node.ordinal * block_bytes for node in nodes]
         places = [self.host.address + slot * block_bytes for slot in slots]
         plan.size_bytes = len(nodes) * block_bytes
@@ -333,16 +335,17 @@ class Manager(Rewinding):
             "kept_room": runs_of(self.host.cells, slots[most:]),
             "stale": runs_of(self.host.pages, slots[most:]),
         }
-        return nodes, slots
+        return slots
 
-    def _plan_bequest(self, operands: runs.Operands, seq: Sequence, lost: list[Node]) -> list[int]:
-        """Leave the host copies of lost pages where they are."""
-        held, cells = list(slots_of(seq.slots)), self.host.cells
-        slots = [held[node.ordinal] for node in lost]
-        left = set(held).difference(slots)
+    def _plan_bequest(self, operands: runs.Operands, seq: Sequence, kept: list[Node]) -> list[int]:
+        """Leave the host copies of blocks where they are, or where a copy brings them."""
+        held, cells, pages = list(slots_of(seq.slots)), self.host.cells, self.host.pages
+        slots = [held[node.ordinal] for node in kept]
+        left, states = set(held).difference(slots), cells.states
         operands |= {
             "kept": runs_of(cells, slots),
-            "inherited": runs_of(self.host.pages, slots),
+            "inherited": runs_of(pages, [s for s in slots if states[s] != COMING.code]),
+            "awaited": runs_of(pages, [s for s in slots if states[s] == COMING.code]),
             "slots": runs_of(cells, [slot for slot in held if slot in left]),
         }
         return slots
@@ -358,7 +361,8 @@ class Manager(Rewinding):
     def poll(self) -> list[Completion]:
         """Deliver the copies that have ended, without waiting; what was delivered."""
         self._enter()
-        self.reuse.mirror(self.geometry.block_bytes)
+        if self.mirrors is not None:
+            self.mirrors.copy_out()
         return self.flight.poll()
 
     def clear_reuse(self) -> None:

@@ -20,24 +20,23 @@ import logging
 from collections.abc import Iterable
 from typing import Final, NamedTuple
 
-from attrs import frozen
+from attrs import field, frozen
 
 from kvstate.act import Actor
 from kvstate.arena import Range
 from kvstate.blocks import Holder, Node
-from kvstate.errors import DeviceError
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Extra, Extras, Identity
-from kvstate.lines import Lines, pages_of, source_of
-from kvstate.plan import Plan
-from kvstate.runs import Operands, joined, runs_of, slots_of
+from kvstate.lines import READY, Lines, pages_of, source_of
+from kvstate.runs import Operands, runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage, Span
 from kvstate.spec.compiled import MACHINES
-from kvstate.spec.host import MIRROR, MIRRORING, STALE, STALE_HELD
+from kvstate.spec.host import FILLING, MIRROR, MIRRORING, STALE, STALE_HELD
 from kvstate.spec.page import COMMITTED, LOADING_STALE, PRIVATE
 from kvstate.tiers import HostSlots
+from kvstate.uncopied import Uncopied
 
 log = logging.getLogger("kvstate")
 
@@ -46,6 +45,7 @@ _REGAIN_PAGE: Final = MACHINES.cell("page.regain")
 _MIRROR: Final = MACHINES.cell("host.mirror")
 _COMMITTED: Final = COMMITTED.code
 _SERVED: Final = frozenset((STALE.code, STALE_HELD.code))
+_UNREAD: Final = frozenset((STALE.code, FILLING.code))
 _MIRRORS: Final = frozenset((MIRROR.code, MIRRORING.code))
 
 
@@ -73,7 +73,22 @@ class Leaving:
     have a copy on the host already."""
     retained: list[Node]
     """Those of them that can still be read in the range that it leaves."""
+    kept: list[Node]
+    """Blocks that get a host slot: of those that stay on the GPU, and then of the lost ones."""
+    stay: int
+    """How many of them stay."""
     operands: Operands
+
+
+@frozen
+class Ending:
+    """What the end of a copy of canonical pages means for the index."""
+
+    operands: Operands
+    inherited: list[tuple[Node, Sequence]] = field(factory=list)
+    """Blocks that were to be kept and were not, of which somebody else has a page."""
+    lost: list[Node] = field(factory=list)
+    """Those of which nobody has one."""
 
 
 class Reuse(Lines):
@@ -82,13 +97,15 @@ class Reuse(Lines):
     def __init__(
         self, index: Index, host: HostSlots, actor: Actor, flight: Flight, mode: str
     ) -> None:
-        super().__init__(index, host, actor, flight, mirrors=mode == "on_commit")
+        super().__init__(index, host, actor, flight)
         self.enabled = self.keeping = mode != "off"
         """Whether there is an index, and whether what a closing sequence leaves is kept."""
+        if mode == "on_commit":
+            index.uncopied = Uncopied()
         self._editions = 0
         """How many pages were written so far that were committed."""
         self._seen: list[tuple[Node, Sequence]] = []
-        """Blocks on the host that somebody has committed since, not yet promoted."""
+        """Blocks that only the host had when a sequence committed them, not yet promoted."""
         flight.reuse = self
 
     @property
@@ -166,7 +183,7 @@ class Reuse(Lines):
         seq.editions += range(known + 1, self._editions + 1)
         for node in naming.found:
             self._line_up(node, seq)
-            if node.owner is None:
+            if node.owner is None or _is_away(node.owner):
                 self._seen.append((node, seq))
         nodes += naming.found
         if naming.keys:
@@ -174,23 +191,33 @@ class Reuse(Lines):
             nodes += fresh
             for node in fresh:
                 node.edition = seq.editions[node.ordinal]
-            if self.mirrors and seq.identity.weights_epoch == self.epoch:
-                self._bare += [(node, seq) for node in fresh]
 
     # Leaving.
 
     def leaving(
         self, seq: Sequence, low: int = 0, passage: Passage | None = None, *,
-        retains: bool = False,
+        retains: bool = False, room: int = 0,
     ) -> Leaving:  # fmt: skip
         """What it means that the sequence has its blocks from `low` on no more; those of a span
-        that it leaves to others are not lost, nor is anything if its range `retains` it."""
+        that it leaves to others are not lost, nor is anything if its range `retains` it.
+
+        Up to `room` blocks get a host slot. Those that get none are an heir's even if its page
+        cannot be read on the GPU: it is suspended, or its copy has not arrived and may fail.
+        """
         first = low if passage is None else max(low, passage.end)
         own = [node for node in seq.nodes[first:] if node.owner is seq]
-        inherited, lost = self._inherited(own)
-        lost, retained = ([], lost) if retains else (lost, [])
+        inherited, lost = self._inherited(own, READY)
+        stay = [] if passage is None else passage.span.nodes + passage.nodes
+        retained: list[Node] = []
+        if retains:
+            stay, retained, lost = stay + lost, lost, []
+        kept = [node for node in (*stay, *lost) if node.slot is None][:room]
+        late = self._inherited(node for node in lost if node.slot is None and node not in kept)[0]
+        inherited += late
+        lost = [node for node in lost if node not in dict(late)]
         operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}
-        return Leaving(seq, low, inherited, lost, retained, operands)
+        staying = min(len(kept), sum(node.slot is None for node in stay))
+        return Leaving(seq, low, inherited, lost, retained, kept, staying, operands)
 
     def orphans(self, nodes: list[Node]) -> Operands:
         """What it means that a span does not have these blocks any more."""
@@ -252,63 +279,33 @@ class Reuse(Lines):
         self.index.touch(nodes[-1:])
         self.counters["kept_blocks"] += len(nodes)
 
-    def mirror(self, block_bytes: int) -> None:
-        """Copy out what was committed since the last time, all of it in one go, as far as there is
-        room or can be made; a block only behind the one before it."""
-        bare, self._bare = self._bare, []
-        nodes = self._leading(node for node, _ in bare)
-        if not nodes:
+    def bequeath(self, seq: Sequence, nodes: list[Node], slots: list[int]) -> None:
+        """Host slots of a sequence that leaves are those of blocks now. A copy that fills some of
+        them, or reads them, goes on for whichever sequence wants them next."""
+        copy, pairs = seq.transfer, list(zip(nodes, slots, strict=True))
+        named = set[int]() if copy is None else set(slots_of(copy.slots))
+        writes = copy is not None and copy.outward
+        coming = [pair for pair in pairs if writes and pair[1] in named]
+        there = [pair for pair in pairs if not writes or pair[1] not in named]
+        self.keep([node for node, _ in there], [slot for _, slot in there], None)
+        if copy is None or not nodes:
             return
-        before = [node.parent for node in nodes if node.parent is not None]
-        self.make_room(len(nodes), [node for node in before if node.slot is not None])
-        sources = ((node, source_of(node)) for node in nodes[: self.host.free])
-        pages = [
-            (range_.base + node.ordinal * block_bytes, node, range_)
-            for node, range_ in sources
-            if range_ is not None
-        ]
-        pages.sort(key=lambda page: page[0])  # neighbours are copied in one piece
-        plan = self.flight.plan()
-        plan.room = self.host.room(len(pages)) or []
-        slots = [self.host.address + slot * block_bytes for slot in slots_of(plan.room)]
-        plan.pieces = joined([address for address, _, _ in pages], slots, block_bytes)
-        for run in plan.room:
-            plan.fire(_MIRROR, *run)
-        ranges = list(dict.fromkeys(range_ for _, _, range_ in pages))
-        self._issue_mirrors(plan, bare[0][1], [node for _, node, _ in pages], ranges)
-
-    def _leading(self, bare: Iterable[Node]) -> list[Node]:
-        """Those that can be copied out, each behind its parent or with that on the host already."""
-        leading: dict[Node, None] = {}
-        for node in sorted(bare, key=lambda node: node.ordinal):
-            above = node.parent
-            leads = above is None or above.slot is not None or above in leading
-            if leads and node.slot is None and source_of(node) is not None:
-                leading[node] = None
-        return list(leading)
-
-    def _issue_mirrors(
-        self, plan: Plan, seq: Sequence, nodes: list[Node], ranges: list[Range]
-    ) -> None:
-        try:
-            self.actor.run(plan)
-        except DeviceError as error:
-            log.warning("%d blocks could not be copied out: %s", len(nodes), error)
-            return
-        if plan.token is None:
-            return
-        transfer = Transfer(plan.token, seq, ranges[0], plan.room, nodes, keeps=True)
-        transfer.sources = ranges[1:]
-        self.flight.issue(transfer, sum(size for _, _, size in plan.pieces))
-        plan.settle()
-        self.keep(nodes, slots_of(plan.room), plan.token)
+        copy.nodes = [node for node, _ in coming] if writes else nodes
+        if writes:
+            copy.outward, copy.keeps = False, True
+            self.keep(copy.nodes, [slot for _, slot in coming], copy.token)
+        else:
+            copy.inward, copy.onboards = False, True
+            self._reading(copy)
 
     def promote(self) -> None:
-        """Blocks that only the host has, and that somebody has just committed: if nobody reads them
-        there, the page on the GPU is canonical from now on. The host copy has another's bytes, and
-        is given up."""
+        """Blocks that could be had from the host alone, or not at all because the sequence that has
+        them is suspended, and that another has just committed: its page on the GPU is canonical
+        from now on. What a copy reads on the host stays as it is. A host copy has another's bytes,
+        and is given up."""
         seen, self._seen = self._seen, []
-        found = [*{node: (node, seq) for node, seq in seen[::-1] if self._idle(node, seq)}.values()]
+        self._take_over([pair for pair in dict(seen[::-1]).items() if _can_take_over(*pair)])
+        found = [pair for pair in dict(seen[::-1]).items() if self._idle(*pair)]
         if found:
             self._promote(found)
             self._drop_copies(self._changed(found))
@@ -321,54 +318,94 @@ class Reuse(Lines):
         unread = self.host.cells.states[node.slot] == STALE.code
         return unread and seq.pages.states[node.ordinal] == PRIVATE.code
 
-    def _regain(self, transfer: Transfer) -> None:
-        """Hits have arrived. If only the host had them and nobody else reads them there, the new
-        pages are canonical, and the host has mirrors of them: the index learns that the GPU has
-        them (report S07)."""
-        slots = set(slots_of(transfer.slots))
-        nodes = [node for node in transfer.nodes if node.slot in slots]
-        found = [(node, transfer.seq) for node in nodes if self._idle(node, transfer.seq)]
+    def arrived(self, seq: Sequence, nodes: Iterable[Node]) -> None:
+        """The bytes of these blocks have come to the GPU for a sequence. Where only the host has
+        one, or a suspended sequence, the new page is canonical: the index learns that the GPU has
+        it (report S07). One that is the sequence's already may be copied out now."""
+        nodes = list(nodes)
+        self._take_over([(node, seq) for node in nodes if _can_take_over(node, seq)])
+        self._regain([(node, seq) for node in nodes if self._regains(node, seq)])
+        for node in nodes:
+            if node.owner is seq:
+                self.index.await_copy(node)
+
+    def _regain(self, found: list[tuple[Node, Sequence]]) -> None:
+        """The host has mirrors of these pages from now on."""
         if not found:
             return
-        slots_found = [node.slot for node, _ in found if node.slot is not None]
+        slots = [node.slot for node, _ in found if node.slot is not None]
         plan = self.flight.plan()
-        for cells, low, high in runs_of(self.host.cells, slots_found):
+        for cells, low, high in runs_of(self.host.cells, slots):
             plan.fire(_REGAIN_SLOT, cells, low, high)
             plan.fire(_REGAIN_PAGE, self.host.pages, low, high)
         plan.settle()
         self._promote(found)
         self.counters["promotions"] += len(found)
 
-    def onboard(self, transfer: Transfer) -> None:
+    def _regains(self, node: Node, seq: Sequence) -> bool:
+        """Only the host has the block, or will have it, and the sequence has a page with the same
+        bytes."""
+        if node.owner is not None or node.slot is None:
+            return False
+        unread = self.host.cells.states[node.slot] in _UNREAD
+        page = seq.pages.states[node.ordinal]
+        return unread and page == PRIVATE.code and node.edition == seq.editions[node.ordinal]
+
+    def onboard(self, transfer: Transfer, seq: Sequence) -> None:
         """A copy of hits was issued: they stay until it has ended."""
+        self._reading(transfer)
+        self.counters["hit_blocks.partial"] += transfer.partial is not None
+        for node in transfer.nodes:
+            self._line_up(node, seq)
+            self.counters[f"hit_blocks.{_place(node)}"] += 1
+
+    def _reading(self, transfer: Transfer) -> None:
+        """A copy reads host slots and blocks that are no sequence's alone."""
         for slot in slots_of(transfer.slots):
             self.host.readers.setdefault(slot, set()).add(transfer.token)
         last = _last(transfer)
         if last is not None:
             self.index.hold(last, ("load", transfer.token))
             self.index.touch((last,))
-        self.counters["hit_blocks.partial"] += transfer.partial is not None
-        for node in transfer.nodes:
-            self._line_up(node, transfer.seq)
-            self.counters[f"hit_blocks.{_place(node)}"] += 1
 
-    def ending(self, transfer: Transfer, ok: bool) -> Operands:
+    def backed(self, seq: Sequence) -> Operands:
+        """What it means that a sequence has come back from the host, where all canonical pages are
+        to have copies: those that it has there stay, as mirrors."""
+        if self.index.uncopied is None or seq.identity.weights_epoch != self.epoch:
+            return {}
+        held, cells = list(slots_of(seq.slots)), self.host.cells
+        slots = [held[node.ordinal] for node in seq.nodes if node.owner is seq]
+        stay = set(slots)
+        return {
+            "slots": runs_of(cells, [slot for slot in held if slot not in stay]),
+            "backed": runs_of(cells, slots),
+        }
+
+    def came_back(self, seq: Sequence, operands: Operands) -> None:
+        """The sequence has come back: the index follows."""
+        own = (node for node in seq.nodes if node.owner is seq)
+        for slot, node in zip(slots_of(operands.get("backed", ())), own, strict=False):
+            self.index.give_slot(node, slot)
+        if seq.pages.states.count(PRIVATE.code):
+            self.arrived(seq, seq.nodes)
+
+    def ending(self, transfer: Transfer, ok: bool) -> Ending:
         """What the end of such a copy means."""
         if transfer.onboards:
             readers, token = self.host.readers, transfer.token
             last = [slot for slot in slots_of(transfer.slots) if readers[slot] == {token}]
-            return {"released": runs_of(self.host.cells, last)}
+            return Ending({"released": runs_of(self.host.cells, last)})
         pages = self.host.pages
         slots = [s for s in slots_of(transfer.slots) if pages.states[s] == LOADING_STALE.code]
-        found: Operands = {"stale": runs_of(pages, slots)}
-        return found if ok else found | {"heirs": list(pages_of(self._failed(transfer)[0]))}
+        inherited, lost = ([], []) if ok else self._failed(transfer)
+        heirs = list(pages_of(inherited))
+        return Ending({"stale": runs_of(pages, slots), "heirs": heirs}, inherited, lost)
 
-    def ended(self, transfer: Transfer, ok: bool) -> None:
+    def ended(self, transfer: Transfer, ok: bool, ending: Ending) -> None:
         """The copy has ended and everything else is settled: the index follows."""
         if transfer.onboards:
-            self._onboarded(transfer)
+            self._onboarded(transfer, ok)
             return
-        inherited, lost = ([], []) if ok else self._failed(transfer)
         for node in transfer.nodes:
             self._let_go(node, ("write", transfer.token))
         slots = set(slots_of(transfer.slots))
@@ -377,12 +414,12 @@ class Reuse(Lines):
                 self.index.land(node)
             elif node.slot in slots and node.owner is not None:
                 self.index.lose_slot(node)
-        for node, heir in inherited:
+        for node, heir in ending.inherited:
             self._step_out(node, heir)
             self.index.give_owner(node, heir)
             self.index.lose_slot(node)
-        self._changed(inherited)
-        self.free([slot for slot in self._cut_all(lost) if slot not in slots])
+        self._changed(ending.inherited)
+        self.free([slot for slot in self._cut_all(ending.lost) if slot not in slots])
 
     def mirrors_of(self, seq: Sequence, passage: Passage | None) -> dict[int, int]:
         """Host slots that have pages of the sequence already, by ordinal; not of those that it
@@ -421,7 +458,7 @@ class Reuse(Lines):
             node for node in transfer.nodes if node.owner is None and node.slot in slots
         )
 
-    def _onboarded(self, transfer: Transfer) -> None:
+    def _onboarded(self, transfer: Transfer, ok: bool) -> None:
         readers = self.host.readers
         for slot in slots_of(transfer.slots):
             readers[slot].discard(transfer.token)
@@ -430,13 +467,23 @@ class Reuse(Lines):
         last = _last(transfer)
         if last is not None:
             self._let_go(last, ("load", transfer.token))
-        if transfer.current:
-            self._regain(transfer)
+        if ok and transfer.seq is not None and transfer.current:
+            self.arrived(transfer.seq, transfer.nodes)
 
     def _let_go(self, node: Node, holder: Holder) -> None:
         """End a hold, if the block was not cut meanwhile."""
         if holder in node.holders:
             self.index.release(node, holder)
+
+
+def _is_away(owner: object) -> bool:
+    """It is a suspended sequence: its pages cannot be had."""
+    return isinstance(owner, Sequence) and owner.range is None
+
+
+def _can_take_over(node: Node, seq: Sequence) -> bool:
+    """A suspended sequence has the canonical page, and this one has one that can be read."""
+    return _is_away(node.owner) and seq.pages.states[node.ordinal] == PRIVATE.code
 
 
 def _readable(owner: object) -> bytes | bytearray:

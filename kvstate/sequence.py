@@ -86,11 +86,13 @@ class Transfer:
     )  # fmt: skip
 
     def __init__(
-        self, token: int, seq: Sequence, range_: Range, slots: Sequence_[Run] = (),
+        self, token: int, seq: Sequence | None, range_: Range, slots: Sequence_[Run] = (),
         nodes: Sequence_[Node] = (), *, outward: bool = False, inward: bool = False,
         keeps: bool = False, onboards: bool = False,
     ) -> None:  # fmt: skip
-        self.token, self.seq, self.range, self.slots = token, seq, range_, slots
+        self.token, self.range, self.slots = token, range_, slots
+        self.seq = seq
+        """Whose bytes it moves; None if they are canonical pages, of however many sequences."""
         self.nodes = nodes
         """What the index calls the pages that it keeps, or that are hits."""
         self.partial: Node | None = None
@@ -102,11 +104,11 @@ class Transfer:
         self.outward, self.inward, self.keeps, self.onboards = outward, inward, keeps, onboards
         self.kind = "transfer" if outward or inward or keeps or onboards else "fence"
         """As what it holds its range: a copy, or a wait for the caller's event."""
-        self.life = seq.life
+        self.life = -1 if seq is None else seq.life
         self.state = ISSUED.code
 
     def __str__(self) -> str:
-        return f"transfer {self.token} of {self.seq}"
+        return f"transfer {self.token}" + ("" if self.seq is None else f" of {self.seq}")
 
     def enter(self, code: int) -> None:
         """Change the state."""
@@ -120,7 +122,7 @@ class Transfer:
     @property
     def current(self) -> bool:
         """The sequence's bytes still live the life that the transfer was issued in."""
-        return self.seq.life == self.life
+        return self.seq is not None and self.seq.life == self.life
 
 
 class Sequence:

@@ -46,8 +46,8 @@ class Stepping(Core):
         Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
         self._enter(batch)
-        if self.reuse.mirrors:
-            self.reuse.mirror(self.geometry.block_bytes)
+        if self.mirrors is not None:
+            self.mirrors.copy_out()
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)

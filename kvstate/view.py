@@ -157,8 +157,8 @@ def _transfers(kv: Manager) -> list[TransferFact]:
     return [
         TransferFact(
             token=item.token,
-            uid=item.seq.uid,
-            current=item.seq.transfer is item,
+            uid=None if item.seq is None else item.seq.uid,
+            current=item.seq is not None and item.seq.transfer is item,
             outward=item.outward,
             inward=item.inward,
             keeps=item.keeps,

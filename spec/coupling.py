@@ -84,6 +84,7 @@ OVER: Final = {
     "mirrored": "free host slots for pages that stay on the GPU",
     "taken": "host slots that have pages of the sequence already",
     "kept_room": "free host slots for pages that outlive their owner",
+    "backed": "host slots of the sequence whose pages are canonical on the GPU now",
     "kept": "host slots of the sequence that outlive it",
     "inherited": "records of pages whose host copy outlives their owner",
     "released": "host slots that no other copy reads",
@@ -125,6 +126,10 @@ _GROW = (
 _ORPHAN = (
     ("host.orphan", "orphaned", "the host has the only copy"),
     ("page.bequeath", "outlived", "the host has the only copy"),
+)
+_BEQUEATH = (
+    ("host.bequeath", "kept", "it is on the host already, or on its way"),
+    ("page.bequeath", "inherited", "it is on the host already"),
 )
 _AWAIT = ("page.orphan", "awaited", "the host will have the only copy")
 _FREE = (
@@ -171,7 +176,6 @@ COUPLING: Final = (
     Link("sequence.move", "range.free", "range", "the copy reads it; others may map it"),
     *(Link("sequence.drop", *rest) for rest in (*_ORPHAN, _AWAIT)),
     *(Link("sequence.close", *rest) for rest in (*_ORPHAN, _AWAIT)),
-    *(Link("sequence.miss", *rest) for rest in (*_ORPHAN, _AWAIT)),
     *(Link("span.empty", *rest) for rest in _ORPHAN),
     *(Link("range.empty", *rest) for rest in _ORPHAN),
     Link("sequence.rewind", "span.end", "ending", "it is written again"),
@@ -187,14 +191,14 @@ COUPLING: Final = (
     Link("sequence.drop", "page.drop", "written", "the bytes are given up"),
     Link("sequence.drop", "page.drop", "held", "the bytes are given up"),
     Link("sequence.drop", "page.promote", "heirs", "theirs are canonical now"),
+    *(Link("sequence.drop", *rest) for rest in _BEQUEATH),
     Link("sequence.drop", "host.abandon", "slots", "nobody will read them"),
     Link("sequence.drop", "range.free", "range", "the memory is parked"),
     Link("sequence.close", "page.promote", "heirs", "theirs are canonical now"),
     Link("sequence.close", "host.mirror", "mirrored", "the host has what it leaves on the GPU too"),
     Link("sequence.close", "host.stash", "kept_room", "room for what is kept"),
     Link("sequence.close", "page.stash", "stale", "what it committed is kept on the host"),
-    Link("sequence.close", "host.bequeath", "kept", "it is on the host already"),
-    Link("sequence.close", "page.bequeath", "inherited", "it is on the host already"),
+    *(Link("sequence.close", *rest) for rest in _BEQUEATH),
     Link("sequence.close", "page.park", "resident", "the memory outlives its owner"),
     Link("sequence.close", "page.retain", "retained", "others may want it before the memory is"),
     Link("sequence.close", "page.forget", "held", "they have no memory on the GPU"),
@@ -230,6 +234,7 @@ COUPLING: Final = (
     Link("range.spill", "page.spill", "parked_pages", "no memory, no page"),
     Link("transfer.done", "host.arrive", "slots", "the only copy is here", when=outward),
     Link("transfer.done", "host.loaded", "slots", "the GPU has the bytes", when=inward),
+    Link("transfer.done", "host.stay", "backed", "the GPU has the bytes too", when=inward),
     Link("transfer.done", "host.arrive", "slots", "the only copy is here", when=keeps),
     Link("transfer.done", "page.arrive", "stale", "they may be found", when=keeps),
     Link("transfer.done", "host.served", "released", "the GPU has the bytes", when=onboards),

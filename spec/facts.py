@@ -87,7 +87,8 @@ class TransferFact:
     """A transfer in flight."""
 
     token: int
-    uid: int
+    uid: int | None
+    """The sequence whose bytes it moves; None if they are canonical pages, of several perhaps."""
     current: bool
     outward: bool
     inward: bool

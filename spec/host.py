@@ -74,7 +74,9 @@ HOST: Final = Table(
               why="its sequence drops or closes while a copy names the slot"),
         # Pages that outlive their owners.
         Row("stash", FREE, FILLING, "a close keeps what was committed"),
-        Row("bequeath", HELD, STALE, "the owner closes and leaves its copy"),
+        Row("bequeath", HELD, STALE, "its owner leaves, and leaves its copy"),
+        Row("bequeath", COMING, FILLING, "its owner leaves while the copy is on its way"),
+        Row("bequeath", HELD_READ, STALE_HELD, "its owner leaves while it was being copied back"),
         *rows("serve", (STALE, STALE_HELD), (STALE_HELD, STALE_HELD),
               why="a newcomer with the same prefix copies it to the GPU"),
         Row("served", STALE_HELD, STALE, "the last copy that reads it has ended"),
@@ -92,7 +94,9 @@ HOST: Final = Table(
             failure="nothing was issued, it has no copy; if the copy itself fails: lose"),
         *rows("orphan", (MIRRORING, FILLING), (MIRROR, STALE),
               why="the page on the GPU is gone: this is the canonical one"),
-        Row("regain", STALE, MIRROR, "a newcomer's page is canonical now"),
+        *rows("regain", (STALE, MIRROR), (FILLING, MIRRORING),
+              why="a newcomer's page is canonical now"),
+        Row("stay", HELD_READ, MIRROR, "the copy to the GPU is done, and the host keeps its own"),
         Row("take", MIRROR, HELD, "its sequence is suspended: it need not be copied"),
     ),
 )  # fmt: skip

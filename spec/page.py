@@ -182,7 +182,12 @@ PAGE: Final = Table(
         ),
         Row("bequeath", VACANT, STALE, "the page on the GPU is gone, the host copy is there"),
         Row("orphan", VACANT, LOADING_STALE, "the page on the GPU is gone, its copy is on the way"),
-        Row("regain", STALE, VACANT, "a newcomer's page on the GPU is canonical now"),
+        *rows(
+            "regain",
+            (STALE, VACANT),
+            (LOADING_STALE, VACANT),
+            why="a newcomer's page on the GPU is canonical now",
+        ),
         *rows(
             "evict",
             (LOADING_STALE, VACANT),

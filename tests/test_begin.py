@@ -265,7 +265,6 @@ def test_a_copy_that_fails_leaves_nothing_that_can_be_found(open_manager: Open) 
     seq = said(kv, PROMPT)
     device.fail_next("complete")
     kv.poll()
-    kv.poll()
     assert "MIRROR" not in kv.stats().host_slots
     seq.drop()
     assert kv.probe_reuse([*PROMPT, 0]) == 0

@@ -262,9 +262,9 @@ def law(number: int, seen: View) -> str:
     return "\n".join(one.violations(seen))
 
 
-def test_what_it_came_to_own_while_its_load_failed_is_on_the_host_once(open_manager: Open) -> None:
-    """A fork comes back from the host, its parent leaves it the canonical pages, of which the host
-    has copies, and then the load fails: the fork has copies of its own there."""
+def test_what_a_parent_leaves_while_a_fork_loads_stays_on_the_host(open_manager: Open) -> None:
+    """A fork comes back from the host and its parent leaves: the copies that the host has stay to
+    be found, since the fork's load may fail."""
     kv = open_manager(HostDevice(), spans="off", write_through="on_commit")
     parent = said(kv, PROMPT)
     said(kv, [7, 7], commit=False).close()
@@ -279,7 +279,7 @@ def test_what_it_came_to_own_while_its_load_failed_is_on_the_host_once(open_mana
     parent.close()
     assert kv.host.stale == 4
     kv.poll()
-    assert (child.state_name, kv.host.stale, kv.probe_reuse([*PROMPT, 0])) == ("SUSPENDED", 0, 0)
+    assert (child.state_name, kv.host.stale, kv.probe_reuse([*PROMPT, 0])) == ("SUSPENDED", 4, 8)
     child.resume()
     kv.poll()
     assert wrong(kv, child, PROMPT) == 0
@@ -297,7 +297,7 @@ def test_without_mirrors_nothing_is_copied_out_before_somebody_leaves(open_manag
     assert second.pages.states.count(COMMITTED.code) == 4
     said(kv, [7, 7])
     assert kv.host.free == kv.host.capacity
-    assert not kv.reuse._bare, "nobody would ever copy them"
+    assert kv.reuse.index.uncopied is None, "no copy would ever take them"
 
 
 def test_what_is_kept_last_is_given_up_last(open_manager: Open) -> None:

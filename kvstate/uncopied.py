@@ -1,0 +1,57 @@
+"""Which blocks only the GPU has, and which of them gets a copy on the host next.
+
+With `write_through="on_commit"` every canonical page is to have a copy on the host, and one that
+has lost its copy, or never got one, waits for the next: after a suspend, a full host, a failed
+copy, an eviction. What is nearest to the beginning of its prefix goes first, because a copy is of
+no use behind a block that has none.
+
+A block that was just committed may push out what was used least; one whose copy was pushed out
+waits for a slot that is free. Else two sequences that do not both fit would take turns for ever.
+
+Rejected: a list that each pass empties. What it could not copy was forgotten, and so was everything
+that was committed behind it.
+"""
+
+from __future__ import annotations
+
+import heapq
+
+from kvstate.blocks import Node
+
+
+class Uncopied:
+    """Blocks that wait for a copy on the host."""
+
+    def __init__(self) -> None:
+        self._queue: list[tuple[int, int, Node]] = []
+        """(blocks before it, blocks inserted before it, block): the least comes first."""
+        self.rights = 0
+        """How many may push out others: those that were committed and have not done so."""
+
+        self.added = 0
+        """How many have begun to wait so far."""
+
+    def add(self, node: Node) -> None:
+        """The GPU has the block and the host does not. O(log n)."""
+        if not node.uncopied:
+            self.added += 1
+            self.put_back(node)
+
+    def put_back(self, node: Node) -> None:
+        """A block that was taken goes on waiting. O(log n)."""
+        node.uncopied = True
+        heapq.heappush(self._queue, (node.ordinal, node.serial, node))
+
+    def take(self, count: int) -> list[Node]:
+        """Up to `count` of those that wait, in their order; they do not wait any more. O(log n)
+        each."""
+        found: list[Node] = []
+        while self._queue and len(found) < count:
+            node = heapq.heappop(self._queue)[-1]
+            node.uncopied = False
+            if node.owner is not None and node.slot is None:
+                found.append(node)
+        return found
+
+    def __len__(self) -> int:
+        return len(self._queue)
