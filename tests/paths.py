@@ -66,10 +66,10 @@ _TWO: list[trace.AnyCall] = [
 _MIXED: list[trace.AnyCall] = [
     *_TWO,
     trace.Close(seq=1),
-    trace.Poll(),
+    trace.Poll(fail={"copy": 1}),
     trace.Create(seq=5, max_tokens=8, prompt=[0, 0, 0, 0, 0]),
     trace.Resume(seq=5),
-    trace.Close(seq=2),
+    trace.Drop(seq=2),
     trace.Drop(seq=5),
 ]
 """A hit that is copied from another sequence and from the host at once, until both are gone."""

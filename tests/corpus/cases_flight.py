@@ -44,7 +44,7 @@ FLIGHT: Final = (
             frames(COMING=2),
             trace.Poll(),
             frames(PARKED=2),
-            slots(FREE=16),
+            slots(FREE=12, STALE=4),
         ),
     ),
     Case(
@@ -79,7 +79,8 @@ FLIGHT: Final = (
         ),
         config=config(slots=2),
         program=(
-            *said(1, range(4)),
+            *opened(1),
+            *grew(1, 4),
             trace.Suspend(seq=1),
             slots(COMING=2),
             trace.Drop(seq=1),
@@ -133,7 +134,8 @@ FLIGHT: Final = (
         fault=planted("transfer stays in the books after its end"),
         config=config(),
         program=(
-            *said(1, range(4)),
+            *opened(1),
+            *grew(1, 4),
             trace.Suspend(seq=1),
             trace.Drop(seq=1),
             slots(DRAINING=2),

@@ -45,8 +45,8 @@ MIRRORS: Final = (
         fault=Fault(
             "hits that arrive stay private",
             "kvstate/reuse.py",
-            "        if transfer.current:\n            self._regain(transfer)\n",
-            "",
+            "            self.arrived(transfer.seq, transfer.nodes)\n",
+            "            pass\n",
             "S07",
         ),
         config=config(),
@@ -161,9 +161,9 @@ MIRRORS: Final = (
         law="law 1 (conservation)",
         fault=Fault(
             "what is to be copied is a list with repeats",
-            "kvstate/reuse.py",
-            "nodes = self._leading(node for node, _ in bare)\n",
-            "nodes = [n for n, _ in bare if n in self._leading(m for m, _ in bare)]\n",
+            "kvstate/uncopied.py",
+            "        if not node.uncopied:\n",
+            "        if True:\n",
             "B01",
         ),
         config=config(write_through="on_commit"),
@@ -192,7 +192,7 @@ MIRRORS: Final = (
         seeds=SCHEDULES,
         fault=Fault(
             "a copy of the pages of several holds the range of the first",
-            "kvstate/reuse.py",
+            "kvstate/mirrors.py",
             "        transfer.sources = ranges[1:]\n",
             "",
             "B20",

@@ -14,6 +14,7 @@ from tests.corpus.case import (
     counted,
     found,
     frames,
+    grew,
     in_span,
     matched,
     opened,
@@ -107,8 +108,8 @@ SPANS: Final = (
         fault=Fault(
             "blocks with a copy on the host stay those of the span that went",
             "kvstate/lines.py",
-            "        for node in lost[:kept]:\n            self.index.lose_owner(node, owner)\n",
-            "",
+            "            if node.slot is not None:\n                self.index.lose_owner(node, owner)\n",
+            "            pass\n",
             "S13",
         ),
         config=config(frames=5, spans="all"),
@@ -250,13 +251,14 @@ SPANS: Final = (
         fault=Fault(
             "what a span takes with it is not freed",
             "kvstate/lines.py",
-            "        self.free(cut)\n",
-            "",
+            "self.free(self._cut_all([node for node in lost if node.slot is None]))",
+            "self._cut_all([node for node in lost if node.slot is None])",
             "B32",
         ),
         config=config(slots=1, spans="all"),
         program=(
-            *said(9, [9] * 2),
+            *opened(9),
+            *grew(9, 2),
             trace.Suspend(seq=9),
             *in_span(1, IDS[:4]),
             trace.Drop(seq=9),
@@ -297,7 +299,7 @@ SPANS: Final = (
     Case(
         name="pages that are still on their way are nobody's to map",
         entries=("B151",),
-        law="bytes",
+        law="law 21 (tier order)",
         fault=planted("a span takes pages whose bytes are not there yet"),
         config=config(spans="all"),
         program=(
@@ -310,8 +312,8 @@ SPANS: Final = (
             pages(1, *["LOADING_COMMITTED"] * 4),
             trace.Close(seq=1),
             *opened(2, MORE),
-            matched(2, 0),
-            *wrote(2, MORE),
+            matched(2, 8),
+            *wrote(2, MORE[8:]),
         ),
     ),
     Case(

@@ -111,8 +111,8 @@ FAULTS = (
     Fault(
         "late completion of an earlier life accepted",
         "kvstate/flight.py",
-        "current = transfer.current and seq.transfer is transfer",
-        "current = True",
+        "seq is not None and transfer.current and seq.transfer is transfer",
+        "seq is not None",
         "B31, B34",
     ),
     Fault(
@@ -266,8 +266,8 @@ FAULTS = (
     Fault(
         "a failed write-out stays in the index",
         "kvstate/reuse.py",
-        "        inherited, lost = ([], []) if ok else self._failed(transfer)\n        for",
-        "        inherited, lost = list[tuple[Node, Sequence]](), list[Node]()\n        for",
+        "        inherited, lost = ([], []) if ok else self._failed(transfer)\n",
+        "        inherited, lost = list[tuple[Node, Sequence]](), list[Node]()\n",
         "B127",
     ),
     Fault(
