@@ -355,12 +355,11 @@ class Admission(Stepping):
         self, chosen: ObjectRow, seq: Sequence, stream: Stream, parent: Sequence | None
     ) -> Start:
         match = self._beginning(seq, parent)
-        nodes, sharing = match.nodes, self._sharing(seq, match)
-        shared = 0 if sharing is None else sharing.blocks
-        copied = nodes[shared:]
         tokens = seq.held_tokens or self._tokens(match)
-        self._check_gate(seq, tokens, sharing)
-        range_, parked, frames = self._range_for(seq, tokens, sharing, self._sources(match, copied))
+        sharing, range_, parked = self._lodging(seq, match, tokens)
+        shared = 0 if sharing is None else sharing.blocks
+        nodes, frames = match.nodes, self.geometry.frames(tokens)
+        copied = nodes[shared:]
         operands = {} if sharing is None else self.spans.operands(sharing, range_, seq.pages)
         plan = self._plan_frames(seq, {range_: frames}, self._margin(seq, frames))
         plan.base, plan.stream = range_.base, stream
@@ -384,6 +383,25 @@ class Admission(Stepping):
         if parent is not None:
             plan.move(_FORK, parent)
         return Start(plan, range_, match, sharing, copied)
+
+    def _lodging(
+        self, seq: Sequence, match: Match, tokens: int
+    ) -> tuple[Sharing | None, Range, bool]:
+        """What of the match is mapped, the range that the sequence gets, and whether it is a parked
+        one. Nothing is mapped if spans would take the addresses that sequences need."""
+        sharing = self._sharing(seq, match)
+        found = self._range_beside(seq, match, tokens, sharing)
+        if sharing is not None and not self.arena.leaves_room(found[0], sharing.span):
+            sharing, found = None, self._range_beside(seq, match, tokens, None)
+        return sharing, *found
+
+    def _range_beside(
+        self, seq: Sequence, match: Match, tokens: int, sharing: Sharing | None
+    ) -> tuple[Range, bool]:
+        """The range of a sequence that the gate lets in with what it maps, and copies the rest."""
+        self._check_gate(seq, tokens, sharing)
+        copied = match.nodes[0 if sharing is None else sharing.blocks :]
+        return self._range_for(seq, tokens, sharing, self._sources(match, copied))
 
     def _taking(self, range_: Range, *, parked: bool) -> runs.Operands:
         """What it means to take a range over, or fresh addresses."""
@@ -431,9 +449,9 @@ class Admission(Stepping):
 
     def _range_for(
         self, seq: Sequence, tokens: int, sharing: Sharing | None, spare: list[Range]
-    ) -> tuple[Range, bool, int]:
-        """The range that the sequence gets, whether it is a parked one, and the frames it needs
-        from its base. None of those to `spare`, from which it copies."""
+    ) -> tuple[Range, bool]:
+        """The range that the sequence gets, and whether it is a parked one. None of those to
+        `spare`, from which it copies."""
         frames, extent = self.geometry.frames(tokens), seq.extent_frames
         needed = self._needed(tokens, sharing)
         begins = None if sharing is None else (sharing.span.number, sharing.frames)
@@ -445,7 +463,7 @@ class Admission(Stepping):
         range_ = parked or self.arena.vacant(extent)
         if range_ is None:
             raise self._short(str(seq), extent, "addresses")
-        return range_, parked is not None, frames
+        return range_, parked is not None
 
     def _margin(self, seq: Sequence, frames: int) -> int:
         """How far beyond these frames it may be mapped: its prompt is written next."""

@@ -254,6 +254,55 @@ class Arena:
         self.addresses.give(*self._addresses(range_))
         del self.ranges[range_.number]
 
+    def trim_homes(self) -> None:
+        """Give back the addresses behind what is mapped in parked homes of spans. O(parked)."""
+        for range_ in self.oldest_parked():
+            if range_.home_of is not None:
+                self.unpark(range_)
+                self._offer(range_)
+
+    def _trim(self, range_: Range) -> None:
+        """No sequence will have the range: the home of a span is never adopted."""
+        unit = self.geometry.align_bytes // self.geometry.frame_bytes
+        keep = max(1, -(-range_.mapped // unit)) * unit
+        if keep < range_.extent_frames:
+            first, count = self._addresses(range_)
+            range_.extent_frames = keep
+            kept = self._addresses(range_)[1]
+            self.addresses.give(first + kept, count - kept)
+
+    def leaves_room(self, newcomer: Range, span: Span) -> bool:
+        """Whether each row without a range, and one sequence that must move, could still have one
+        of the greatest extent if that range maps the span: what sequences use stays, all else is
+        given up.
+
+        O(free runs); O(n log n) in the ranges where what is free now is not enough.
+        """
+        size, wanted = self.geometry.longest_frames, self.geometry.rows + 1
+        if sum(count // size for _, count in self.addresses.free) > wanted:
+            return True
+        used = self._in_use(newcomer, span)
+        wanted -= sum(range_.owner is not None for range_ in used)
+        wanted -= newcomer.owner is None
+        at = self.base // self.geometry.frame_bytes
+        end = at + self.geometry.arena_bytes // self.geometry.frame_bytes
+        for first, count in sorted([*map(self._addresses, used), (end, 0)]):
+            wanted -= max(0, first - at) // size
+            at = first + count
+        return wanted <= 0
+
+    def _in_use(self, newcomer: Range, span: Span) -> list[Range]:
+        """The ranges that sequences have, and the homes of the spans that they map."""
+        found = dict[int, Range]()
+        owned = (range_ for range_ in self.ranges.values() if range_.owner is not None)
+        waiting = [newcomer, span.home, *owned]
+        while waiting:
+            range_ = waiting.pop()
+            if range_.number not in found:
+                found[range_.number] = range_
+                waiting += [] if range_.span is None else [range_.span.home]
+        return list(found.values())
+
     def slot(self, range_: Range) -> int:
         """The slot of the range's first block; the others follow in order."""
         return (range_.base - self.base) // self.geometry.block_bytes
@@ -263,9 +312,15 @@ class Arena:
         return first, range_.extent_frames + self.geometry.guard_frames
 
     def park(self, range_: Range) -> None:
-        """Put a range that has become PARKED up for adoption."""
+        """Put a range that has become PARKED up for adoption; the home of a span gives up addresses
+        instead."""
         self.clock += 1
         range_.parked_at = self.clock
+        self._offer(range_)
+
+    def _offer(self, range_: Range) -> None:
+        if range_.home_of is not None:
+            self._trim(range_)
         if range_.kept_frames:
             self.retaining[range_.number] = range_
         else:

@@ -51,7 +51,9 @@ class GpuTier:
     fill n frames. A newcomer's begins where its prompt ends. It is mapped while frames are to
     spare, costs nobody admission, and is taken back before a charge fails. With 0 nothing but the
     need is mapped. `arena_bytes` is the size of
-    the address reservation; by default twice what `max_sequences` of full length take.
+    the address reservation; by default what twice `max_sequences` and one more of full length take.
+    Spans keep addresses too: a prefix is copied and not mapped if each row, and one that must move,
+    could not have a range of full length beside it.
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody
     reads, and under steady pressure every reclaim is a quiesce. `protected_share` of the budget is
     kept for the prefixes that were shared last, while more than one sequence runs. While at least
@@ -181,6 +183,9 @@ class Geometry:
                 f"the host tier of {host_bytes} bytes holds no block of {self.block_bytes}; "
                 "leave it out to run without one"
             )
+        self.rows = config.max_sequences
+        self.longest_frames = self.extent(config.max_tokens) + self.guard_frames
+        """The addresses of the longest sequence, with those behind it that are never mapped."""
         self.arena_bytes = self._arena(config)
 
     @property
@@ -251,9 +256,10 @@ class Geometry:
         return -(-self.token_bytes // unit) * unit
 
     def _arena(self, config: Config) -> int:
-        longest = (self.extent(config.max_tokens) + self.guard_frames) * self.frame_bytes
+        longest = self.longest_frames * self.frame_bytes
         wanted = config.gpu.arena_bytes
-        size = wanted or min(2 * config.max_sequences * longest, max(MAX_ARENA_BYTES, longest))
+        ranges = 2 * config.max_sequences + 1
+        size = wanted or min(ranges * longest, max(MAX_ARENA_BYTES, longest))
         size -= size % self.align_bytes
         if size < longest:
             raise ConfigError(

@@ -255,9 +255,8 @@ class Index:
         if slot is not None:
             self._fill(chain[0], slot)
         elif self.uncopied is not None:
-            self.uncopied.rights += len(chain)
-            for node in chain:
-                self.await_copy(node)
+            for node in chain if root.identity.weights_epoch == self.epoch else ():
+                self.uncopied.commit(node)
         for node in chain if self.listeners else ():
             self._tell(node)
         return chain

@@ -13,7 +13,7 @@ Rejected: making the line the index's own. It would have to know sequences and t
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Final
 
 from kvstate.act import Actor
@@ -92,6 +92,17 @@ class Lines:
             else:
                 inherited.append((node, heir))
         return inherited, lost
+
+    def _succession(
+        self, nodes: Iterable[Node], kept: Container[Node] = ()
+    ) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
+        """Who has the canonical pages of blocks that lose theirs, and which have none on the GPU
+        then. A page that cannot be read there is better than none, and a copy on the host, that
+        there is or that is being made for the `kept` ones, is better than that."""
+        inherited, lost = self._inherited(nodes, READY)
+        late, _ = self._inherited(n for n in lost if n.slot is None and n not in kept)
+        gone = dict(late)
+        return inherited + late, [node for node in lost if node not in gone]
 
     def _heir(self, node: Node, codes: tuple[int, ...]) -> Sequence | None:
         """The first in line for a block whose page is in the first of these states that any is in.

@@ -49,24 +49,26 @@ class Mirrors:
         if not waiting or self._state(waiting) == self._tried:
             return
         nodes = waiting.take(self.host.free + min(waiting.rights, MOST_PUSHED_OUT))
-        self._make_room(nodes, waiting)
+        pushed_out = self._make_room(nodes)
         pages, later = self._pages(nodes)
         done = self._issue(sorted(pages, key=itemgetter(0)))  # neighbours go in one piece
-        for node in later if done else nodes:
+        later = later if done else nodes
+        waiting.fresh.difference_update(set(nodes).difference(later))
+        waiting.pushed_out(pushed_out)
+        for node in later:
             waiting.put_back(node)
-        waiting.rights = min(waiting.rights, len(waiting))
         self._tried = self._state(waiting) if done else ()
 
     def _state(self, waiting: Uncopied) -> tuple[int, ...]:
         """What decides whether a pass can do anything: copies that failed are tried again."""
         return waiting.added, waiting.rights, *self.host.counts
 
-    def _make_room(self, nodes: list[Node], waiting: Uncopied) -> None:
-        """Push out what was used least, but nothing that these blocks come behind."""
+    def _make_room(self, nodes: list[Node]) -> int:
+        """Push out what was used least, but nothing that these blocks come behind; how many."""
         readable, free = [n for n in nodes if source_of(n) is not None], self.host.free
         before = [node.parent for node in readable if node.parent is not None]
         self.reuse.make_room(len(readable), [node for node in before if node.slot is not None])
-        waiting.rights -= max(0, self.host.free - free)
+        return self.host.free - free
 
     def _pages(self, nodes: list[Node]) -> tuple[list[Page], list[Node]]:
         """The blocks that are copied now, and those that go on waiting. What cannot be read waits

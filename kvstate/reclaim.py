@@ -27,7 +27,7 @@ from kvstate.flight import Flight
 from kvstate.reuse import Reuse
 from kvstate.runs import runs_of
 from kvstate.sequence import Sequence
-from kvstate.spans import Sharing, Span, Spans
+from kvstate.spans import Sharing, Span, Spans, ranges_behind
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.page import PRIVATE
@@ -123,6 +123,7 @@ class Ladder:
         for range_ in self.arena.oldest_parked():
             if range_.home_of is None:
                 self._unshare(range_)
+        self.arena.trim_homes()
 
     def create(self, count: int) -> None:
         """Allocate frames into the pool."""
@@ -156,8 +157,9 @@ class Ladder:
         copies of anything are not asked again. O(1) if nobody can have any."""
         for seq in sorted(self.reuse.doubles, key=lambda seq: seq.uid):
             sharing = self.spans.duplicate(seq)
-            if sharing is not None:
-                yield seq, sharing
+            if sharing is not None and seq.range is not None:
+                if self.arena.leaves_room(seq.range, sharing.span):
+                    yield seq, sharing
             elif seq.transfer is None and not seq.pages.states.count(PRIVATE.code):
                 self.reuse.doubles.discard(seq)
 
@@ -263,9 +265,8 @@ class Ladder:
         if span is None or not span.holders:
             return
         self.flight.quiesce()
-        for range_ in tuple(span.holders.values()):
+        for range_ in reversed(ranges_behind(span)):
             if range_.home_of is not None:
-                self.unalias(range_)
                 self._spill_span(range_.home_of)
                 continue
             if range_.frames.ids:

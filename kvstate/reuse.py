@@ -206,22 +206,19 @@ class Reuse(Lines):
         """
         first = low if passage is None else max(low, passage.end)
         own = [node for node in seq.nodes[first:] if node.owner is seq]
-        inherited, lost = self._inherited(own, READY)
-        stay = [] if passage is None else passage.span.nodes + passage.nodes
-        retained: list[Node] = []
-        if retains:
-            stay, retained, lost = stay + lost, lost, []
-        kept = [node for node in (*stay, *lost) if node.slot is None][:room]
-        late = self._inherited(node for node in lost if node.slot is None and node not in kept)[0]
-        inherited += late
-        lost = [node for node in lost if node not in dict(late)]
+        bare = self._inherited(own, READY)[1]
+        retained, left = (bare, []) if retains else ([], bare)
+        stay = retained if passage is None else passage.span.nodes + passage.nodes + retained
+        kept = [node for node in stay + left if node.slot is None][:room]
+        inherited, lost = self._succession(own, {*kept, *retained})
+        lost = [] if retains else lost
         operands = self._orphans(lost) | {"heirs": list(pages_of(inherited))}
         staying = min(len(kept), sum(node.slot is None for node in stay))
         return Leaving(seq, low, inherited, lost, retained, kept, staying, operands)
 
     def orphans(self, nodes: list[Node]) -> Operands:
         """What it means that a span does not have these blocks any more."""
-        return self._orphans(self._inherited(nodes)[1])
+        return self._orphans(self._succession(nodes)[1])
 
     def _orphans(self, lost: list[Node]) -> Operands:
         slots = [node.slot for node in lost if node.slot is not None]
@@ -263,7 +260,7 @@ class Reuse(Lines):
         """What a span or a parked range had is given up: who else has its pages has the canonical
         ones now."""
         nodes, owner.nodes = owner.nodes, []
-        inherited, lost = self._inherited(nodes)
+        inherited, lost = self._succession(nodes)
         self._fire_promote(inherited)
         self._inherited_from(owner, inherited)
         self._bereave(lost, owner)

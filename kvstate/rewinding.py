@@ -120,7 +120,8 @@ class Rewinding(Admission):
         self._check_promise(seq, sharing, passage)
         leaving = self.reuse.leaving(seq, full, passage)
         pages = Cells(seq, bytearray(len(seq.pages.states)))
-        range_, parked, frames = self._range_for(seq, length_tokens, sharing, [])
+        range_, parked = self._range_for(seq, length_tokens, sharing, [])
+        frames = self.geometry.frames(length_tokens)
         ahead = self.config.gpu.map_ahead_frames
         plan = self._plan_frames(seq, {range_: frames}, ahead)
         plan.base, plan.stream = range_.base, seq.stream

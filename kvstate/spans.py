@@ -66,11 +66,9 @@ class Span:
 
     @property
     def users(self) -> int:
-        """Those of them that sequences have, or that are the home of a span that sequences map."""
-        return sum(
-            range_.owner is not None or (range_.home_of is not None and range_.home_of.users > 0)
-            for range_ in self.holders.values()
-        )
+        """Sequences that map it, or a span behind it. O(ranges that alias those)."""
+        behind = ranges_behind(self)
+        return sum(range_.owner is not None for range_ in behind)
 
     @property
     def base(self) -> int:
@@ -88,10 +86,12 @@ class Span:
 
     def ids(self, count: int) -> list[int]:
         """The first that many frames of the prefix."""
-        before, lives = self.home.span, self.state == LIVE.code
-        own = self.home.frames if lives else self.frames
-        head = [] if before is None else before.ids(min(count, self.first_frame))
-        return head + own.ids[: max(0, count - self.first_frame)]
+        parts = list[list[int]]()
+        for span in _chain(self):
+            own = span.home.frames if span.state == LIVE.code else span.frames
+            parts.append(own.ids[: max(0, count - span.first_frame)])
+            count = min(count, span.first_frame)
+        return [name for part in reversed(parts) for name in part]
 
 
 class Sharing(NamedTuple):
@@ -394,6 +394,18 @@ def _idle(range_: Range, doomed: Iterable[Any]) -> bool:
     if range_.home_of is not None:
         return range_.home_of in doomed
     return range_.owner is None
+
+
+def ranges_behind(span: Span) -> list[Range]:
+    """The ranges that alias a span, or one behind it: each before those that alias what is at home
+    there."""
+    found, waiting = list[Range](), [span]
+    while waiting:
+        for range_ in waiting.pop().holders.values():
+            found.append(range_)
+            if range_.home_of is not None:
+                waiting.append(range_.home_of)
+    return found
 
 
 def _chain(span: Span | None) -> Iterator[Span]:

@@ -25,8 +25,10 @@ class Uncopied:
     def __init__(self) -> None:
         self._queue: list[tuple[int, int, Node]] = []
         """(blocks before it, blocks inserted before it, block): the least comes first."""
+        self.fresh: set[Node] = set()
+        """Those that were committed and have had no copy yet."""
         self.rights = 0
-        """How many may push out others: those that were committed and have not done so."""
+        """How many others may be pushed out for them."""
 
         self.added = 0
         """How many have begun to wait so far."""
@@ -36,6 +38,12 @@ class Uncopied:
         if not node.uncopied:
             self.added += 1
             self.put_back(node)
+
+    def commit(self, node: Node) -> None:
+        """A block was committed. O(log n)."""
+        self.add(node)
+        self.fresh.add(node)
+        self.rights += 1
 
     def put_back(self, node: Node) -> None:
         """A block that was taken goes on waiting. O(log n)."""
@@ -51,7 +59,13 @@ class Uncopied:
             node.uncopied = False
             if node.owner is not None and node.slot is None:
                 found.append(node)
+            else:
+                self.fresh.discard(node)
         return found
+
+    def pushed_out(self, others: int) -> None:
+        """Copies of that many others were given up for those that wait."""
+        self.rights = min(self.rights - others, len(self.fresh))
 
     def __len__(self) -> int:
         return len(self._queue)
