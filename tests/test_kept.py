@@ -1,6 +1,6 @@
-"""What was committed is found until its last copy is given up, and a loss has a reason: backing up
-goes on after whatever was in its way, an heir is a page whose bytes are there, and spans do not take
-the addresses that sequences need."""
+"""What was committed is found until its last copy is given up: backing up goes on after whatever
+was in its way, an heir is a page whose bytes are there, and spans do not take the addresses that
+sequences need."""
 
 from __future__ import annotations
 

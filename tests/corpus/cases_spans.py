@@ -108,8 +108,8 @@ SPANS: Final = (
         fault=Fault(
             "blocks with a copy on the host stay those of the span that went",
             "kvstate/lines.py",
-            "            if node.slot is not None:\n                self.index.lose_owner(node, owner)\n",
-            "            pass\n",
+            "                self.index.lose_owner(node, owner)\n",
+            "                pass\n",
             "S13",
         ),
         config=config(frames=5, spans="all"),
