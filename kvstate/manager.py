@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstate import runs
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
-from kvstate.events import Publisher
+from kvstate.events import Format, Hashes
 from kvstate.plan import Plan, Run
+from kvstate.publisher import MOST_PENDING_BLOCKS, Publisher
 from kvstate.reuse import Leaving
 from kvstate.rewinding import Rewinding
 from kvstate.runs import runs_of, slots_of
@@ -283,7 +284,7 @@ class Manager(Rewinding):
         runs.hand_over(seq, plan.operands)
         seq.transfer, seq.slots = None, ()
         self.reuse.keep(nodes, slots, plan.token)
-        self.reuse.left(leaving)
+        self.reuse.left(leaving, Loss.CLOSED if event is _CLOSE else Loss.DROPPED)
 
     def _retain(self, seq: Sequence, passage: Passage | None, leaving: Leaving) -> None:
         """The range that the sequence is about to leave retains what nobody else has."""
@@ -386,12 +387,20 @@ class Manager(Rewinding):
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
 
-    def events(self, rank: int | None = None, most_events: int | None = None) -> Publisher:
+    def events(
+        self, rank: int | None = None, most_events: int | None = None, *,
+        format: Format = "maps", hashes: Hashes = "bytes",  # noqa: A002
+        most_pending_blocks: int = MOST_PENDING_BLOCKS,
+    ) -> Publisher:  # fmt: skip
         """What routers of requests want to know: which blocks which tier has, from now on.
 
-        `drain` the events at any time; see `kvstate.events`. Costs the digest of every block.
+        Hold what is returned for as long as it is to hear anything, and `drain` it at any time; see
+        docs/events.md. Costs the digest of every block.
         """
-        publisher = Publisher(self.reuse.index, rank, most_events)
+        publisher = Publisher(
+            self.reuse.index, rank, most_events, format=format, hashes=hashes,
+            most_pending_blocks=most_pending_blocks,
+        )  # fmt: skip
         publisher.owner = self.owner
         return publisher
 

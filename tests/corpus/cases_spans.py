@@ -107,8 +107,8 @@ SPANS: Final = (
         fault=Fault(
             "blocks with a copy on the host stay those of the span that went",
             "kvstate/lines.py",
-            "        for node in lost[:kept]:\n            self.index.lose_owner(node, owner)\n",
-            "",
+            "            self.index.lose_owner(node, owner, why=why)\n",
+            "            pass\n",
             "S13",
         ),
         config=config(frames=5, spans="all"),
