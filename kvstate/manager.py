@@ -422,6 +422,7 @@ class Manager(Rewinding):
             except (DeviceError, DeviceFault) as error:
                 self.actor.poison(f"closing failed: {error}")
                 log.error("closing failed, the device gives back the rest: %s", error)
+        self.reuse.index.close()
         self.life.close()
         self.device.close()
 
@@ -434,6 +435,7 @@ class Manager(Rewinding):
                 self.close_sequence(seq)
         self._enter()
         self.flight.quiesce()
+        self.reuse.index.close()
         self.ladder.spill(self.gpu.budget_frames)
         self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
         self.ladder.release(0)
