@@ -8,6 +8,7 @@ unused rest are reported.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 from math import gcd, lcm
 from typing import Final
 
@@ -21,6 +22,7 @@ DTYPE_BYTES: Final = {
 MIB: Final = 1 << 20
 MAX_ARENA_BYTES: Final = 1 << 44
 INT31: Final = (1 << 31) - 1
+MAX_KEY_BYTES: Final = blake2b.MAX_KEY_SIZE
 WRITE_THROUGH: Final = ("on_free", "on_commit", "off")
 SPANS: Final = ("shared", "all", "off")
 SIXTEENTH: Final = 16
@@ -112,6 +114,10 @@ class Config:
     wanted: a hit is then copied on the GPU (lazy retention)."""
     scrub: bool = False
     """Freed memory is overwritten before anybody else gets it."""
+    digest_key: bytes | None = field(default=None, repr=False)
+    """The key, of 1 to 64 bytes, of the digests that name blocks to routers: managers with the same
+    one give equal blocks equal names (see docs/events.md). Random by default. Keep it secret: with
+    it, two prompts with one digest can be looked for."""
 
     def __attrs_post_init__(self) -> None:
         for layer in self.layers:
@@ -143,6 +149,12 @@ class Config:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
                 )
+        key = self.digest_key
+        if key is not None and (not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES):
+            raise ConfigError(
+                f"digest_key is a {type(key).__name__} of length "
+                f"{len(key)}; 1 to {MAX_KEY_BYTES} bytes are wanted"
+            )
         if self.retain and self.write_through == "off":
             raise ConfigError(
                 "retain is on, but with write_through 'off' nothing is found; use 'on_free'"

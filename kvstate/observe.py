@@ -16,6 +16,7 @@ from typing import Any, Final
 
 import msgspec
 import numpy as np
+from attrs import evolve
 
 from kvstate import trace
 from kvstate.blocks import CPU, GPU
@@ -220,7 +221,8 @@ class Recorder:
             "drop": lambda args, _: trace.Drop(**_leaving(args)),
             "close_sequence": lambda args, _: trace.Close(**_leaving(args)),
         }
-        header = trace.Header(kvstate_trace=trace.VERSION, config=kv.config, device=kv.device.name)
+        config = evolve(kv.config, digest_key=None)  # secrets stay out of files
+        header = trace.Header(kvstate_trace=trace.VERSION, config=config, device=kv.device.name)
         sink(trace.encode(header) + b"\n")
 
     def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:
