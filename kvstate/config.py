@@ -149,16 +149,18 @@ class Config:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
                 )
-        key = self.digest_key
-        if key is not None and (not isinstance(key, bytes) or not 1 <= len(key) <= MAX_KEY_BYTES):
-            raise ConfigError(
-                f"digest_key is a {type(key).__name__} of length "
-                f"{len(key)}; 1 to {MAX_KEY_BYTES} bytes are wanted"
-            )
+        self._check_digest_key(self.digest_key)
         if self.retain and self.write_through == "off":
             raise ConfigError(
                 "retain is on, but with write_through 'off' nothing is found; use 'on_free'"
             )
+
+    def _check_digest_key(self, key: object) -> None:
+        """The message does not say what it is: it is a secret."""
+        if key is None or (isinstance(key, bytes) and 1 <= len(key) <= MAX_KEY_BYTES):
+            return
+        found = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+        raise ConfigError(f"digest_key is {found}; 1 to {MAX_KEY_BYTES} bytes are wanted")
 
 
 class Geometry:
