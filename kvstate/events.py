@@ -5,14 +5,14 @@ They know vLLM's: `BlockStored`, `BlockRemoved` and `AllBlocksCleared`, in batch
 rank]`, with the number of a batch in a frame of its own. Up to 0.23 vLLM writes an event as an
 array, where a field is known by its place; since 0.24 as a map, where it is known by its name
 (vllm-project/vllm#42892, report B172). Either is written here, both are read: with fewer fields,
-as older versions write them, and with more. docs/events.md says who reads what.
+as older versions write them, and with more. docs/events.md says which reader takes which.
 
 Maps are the default. A field that a reader does not know does it no harm there, so only maps have
 our own: `reason` and `lost_changes`. In arrays nothing of ours stands behind vLLM's fields: some
 readers refuse a longer array, others would take it for a newer field of vLLM's.
 
-Salts are not told: whoever reads events must not learn what keeps tenants apart. They and the
-weights epoch are in the digests.
+Salts are not told: a reader of events must not learn what keeps tenants apart. They and the weights
+epoch are in the digests.
 
 Rejected: one class for each shape, as their readers have them (every field would stand twice, and
 could differ); a wall clock (no decision and no test may depend on one).
@@ -168,7 +168,7 @@ def _as_array(event: Event) -> list[Any]:
 
 
 def decode(number: bytes, batch: bytes) -> Numbered:
-    """A batch from its frames, whoever wrote them and in whichever shape, checked field by field.
+    """A batch from its frames, ours or another engine's, in either shape, checked field by field.
 
     Hashes are bytes or numbers; a medium that is missing is the GPU; what else is missing is None.
     What is not known is passed over: other fields of a map, and what stands behind the last known

@@ -44,8 +44,8 @@ PUBLIC: Final = (
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
-_SNAPSHOTS: Final = 15
-"""Of so many batches, one is followed by a snapshot."""
+_SNAPSHOTS: Final = 5
+"""One of this number of batches is followed by a snapshot."""
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 

@@ -4,8 +4,8 @@ What one can rely on (law 22): a reader that has every batch from the first one,
 on, knows exactly which digest has its bytes in which tier. A block is told before its children and
 leaves after them, so no prefix of the events has a hole either. `Replica` holds a stream to that.
 
-Nobody need drain. Whoever does not keeps no more than so many blocks in memory: then what was kept
-is thrown away, the next drain says so and how much that was, with an AllBlocksCleared of its own
+A publisher that is not drained keeps a bounded number of changes. One more, and all of them are
+thrown away: the next drain says so and how many they were, with an AllBlocksCleared of its own
 reason, and nothing is kept until `snapshot` tells everything that is there. A reader that knows
 nothing sends requests to the wrong place at worst; one with half of the changes never gets right.
 
@@ -113,7 +113,7 @@ class Script:
         return self.behind
 
     def _lose(self, changes: int) -> None:
-        """So many more are not told, which the next drain says; it is said once."""
+        """Count changes that are not told, until the drain that says so."""
         if self.loss is not None:
             self.loss.lost_changes = (self.loss.lost_changes or 0) + changes
 
@@ -141,7 +141,7 @@ class Publisher:
     """
 
     owner: Owner | None = None
-    """The only thread that may call, if somebody looks."""
+    """The only thread that may call; None if threads are not checked."""
 
     def __init__(
         self, index: Index, rank: int | None = None, most_events: int | None = None, *,

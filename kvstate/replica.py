@@ -1,7 +1,7 @@
 """What a router knows that follows the events of one manager, and holds them to what they promise.
 
 Strict on purpose: our events have no hole and no repetition (law 22), so what does not fit is a
-fault, of whoever wrote or whoever carried them, and is said with batch, event and block. Other
+fault of the manager that wrote it or of the network, and is said with batch, event and block. Other
 engines promise less. Of theirs, `decode` alone is the part to use: vLLM lets a block leave before
 those behind it, and tells one block once for each group of layers.
 """

@@ -3,9 +3,10 @@
 A block is told in a tier when its bytes are there, after the block before it, and until one of the
 two is not so any more: no prefix of what is told has a hole.
 
-Listeners are held weakly. Who lets go of a publisher without closing it has no way to close it
-later; if the index kept it, every change would be written down for nobody, for ever. Rejected: a
-finaliser of the publisher that closes it: it may run on any thread, in the middle of a change.
+Listeners are held weakly. An engine that lets go of a publisher without closing it has no way to
+close it later; if the index kept it, every change would be written down for no reader, for ever.
+Rejected: a finaliser of the publisher that closes it. It may run on any thread, in the middle of a
+change.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Telling:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Listeners are to forget everything, and hear nothing more: whoever had the memory gives
-        it all back. Again, it does nothing. O(blocks)."""
+        """The memory of all blocks is given back: listeners are to forget everything, and hear
+        nothing more. A second close does nothing. O(blocks)."""
         if not self.closed:
             self.closed = True
             self._forget_told(Loss.CLOSED)
 
     def listen(self, listener: Listener) -> None:
-        """Tell a listener what changes from now on, for as long as somebody else holds it; `recite`
+        """Tell a listener what changes from now on, for as long as its owner holds it; `recite`
         tells it what is there. Cost: everything, for the first one."""
         if not self._listening():
             for node in self.walk():
@@ -58,13 +59,13 @@ class Telling:
         return any(ear() is listener for ear in self._ears)
 
     def recite(self, listener: Listener) -> None:
-        """Tell a listener what all listeners know. Somebody must listen. Cost: everything."""
+        """Tell a listener what all listeners know. At least one must listen. Cost: everything."""
         for node in self.walk():
             for medium in node.told:
                 listener.stored(node, medium)
 
     def _listening(self) -> list[Listener]:
-        """Who listens and is still held by somebody."""
+        """The listeners that are still held by their owners."""
         found = [listener for ear in self._ears if (listener := ear()) is not None]
         if len(found) < len(self._ears):
             self._ears = tuple(ear for ear in self._ears if ear() is not None)

@@ -310,7 +310,7 @@ def test_what_is_written_is_read(numbered: Numbered) -> None:
 
 
 def same(theirs: Any, event: Any) -> bool:
-    """Their event says what ours does, as far as they have words for it. A list of extra keys in
+    """Their event says what ours does, in the fields that both have. A list of extra keys in
     which nothing stands, and none, are one."""
     names = set(theirs.__struct_fields__) & set(event.__struct_fields__)
     return type(theirs).__name__ == type(event).__name__ and all(

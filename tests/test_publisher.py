@@ -42,11 +42,11 @@ IDS = (1, 2, 3, 4, 5, 6)
 
 
 def listeners(index: Index) -> int:
-    """How many the index tells, once it has noticed who is gone."""
+    """How many the index tells, once it has noticed which are gone."""
     return len(index._listening())
 
 
-# Who is let go of.
+# Publishers that are let go of.
 
 
 def test_a_publisher_that_nobody_holds_stops_listening(open_manager: Open) -> None:
@@ -67,8 +67,8 @@ def test_a_publisher_that_nobody_holds_stops_listening(open_manager: Open) -> No
     said(kv, [7, 7]).close()
 
 
-def test_who_comes_after_another_is_gone_hears_all(open_manager: Open) -> None:
-    """What is told is only kept up while somebody listens."""
+def test_a_publisher_that_comes_after_another_is_gone_hears_all(open_manager: Open) -> None:
+    """What is told is only kept up while there is a listener."""
     index = index_with(IDS)
     first = Publisher(index)
     assert len(drained(first)) == 1
@@ -116,11 +116,11 @@ def test_a_listener_that_raises_hears_nothing_more_and_changes_nothing(
     assert caplog.text.count("hears nothing more") == 1
 
 
-# Who does not drain.
+# Publishers that are not drained.
 
 
 def test_what_is_kept_is_bounded(open_manager: Open) -> None:
-    """By a number of changes, whoever makes them, however many there are."""
+    """By a number of changes, whatever they are."""
     kv = open_manager()
     events = kv.events(most_pending_blocks=12)
     salts = count()
@@ -192,7 +192,7 @@ def _framed(numbered: Numbered, format_: str) -> tuple[bytes, bytes]:
 
 
 def test_a_clear_is_told_and_ends_the_loss() -> None:
-    """Whoever knows nothing is right when there is nothing."""
+    """A reader that knows nothing is right when there is nothing."""
     index, replica = index_with(), Replica()
     publisher = Publisher(index, most_pending_blocks=2)
     extend(index, *IDS)
@@ -256,7 +256,7 @@ class Interrupt(BaseException):
 
 def interrupted(call: Callable[[], object], line: int) -> bool:
     """Make a call and raise at that line of it, counted through the module of publishers; whether
-    it has so many."""
+    it has that many."""
     seen = count()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:

@@ -131,7 +131,7 @@ def _snapshot() -> None:
 
 
 def _loss() -> None:
-    """Nobody drains for long: the router must not go on with half of what happened."""
+    """A publisher is not drained for long: the router must not go on with half of what happened."""
     index, publisher = _opened(most_pending_blocks=2)
     replica = Replica()
     nodes = _chain(index)[:2]
@@ -147,7 +147,7 @@ def _loss() -> None:
 
 EVENTS: Final = (
     Case(
-        name="the end of an engine is told to who listens",
+        name="the end of an engine is told",
         entries=("B171",),
         law=REPLAYS,
         fault=Fault(
@@ -200,7 +200,7 @@ EVENTS: Final = (
         run=_accepted_is_told,
     ),
     Case(
-        name="who has missed something begins anew",
+        name="a router that has missed something begins anew",
         entries=("B158",),
         law=REPLAYS,
         fault=Fault(
