@@ -7,6 +7,7 @@ them (see `kvstate.index`, where the rules are).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from enum import StrEnum
 from itertools import islice
 from typing import Final, Literal, NamedTuple, Protocol
 
@@ -21,6 +22,31 @@ Holder = tuple[str, int]
 
 DIGEST_BYTES: Final = 16
 NOBODY: Final[frozenset[Holder]] = frozenset()
+
+
+class Loss(StrEnum):
+    """Why a tier has the bytes of a block no more, or why they cannot be found any more."""
+
+    EVICTED = "evicted"
+    """Room was wanted on the host."""
+    CUT = "cut"
+    """The block before it went."""
+    CLEARED = "cleared"
+    """What can be reused was cleared: the weights are others."""
+    CLOSED = "closed"
+    """Its sequence was closed, or the manager."""
+    DROPPED = "dropped"
+    """Its sequence was dropped."""
+    REWOUND = "rewound"
+    """Its sequence took its tokens back."""
+    FAILED = "failed"
+    """The copy that was to keep it failed."""
+    SPILLED = "spilled"
+    """The GPU memory of a span, or of a parked range, was wanted."""
+    SUSPENDED = "suspended"
+    """The host copy is a suspended sequence's own from now on."""
+    REPLACED = "replaced"
+    """The host copy is of other bytes than the page that is canonical now."""
 
 
 class Root:
@@ -116,19 +142,20 @@ class Cut(NamedTuple):
 
 
 class Listener(Protocol):
-    """Hears what the index changes: removals just before, the rest just after. Must not raise.
+    """Hears what the index changes: removals just before, the rest just after.
 
     A block is told while the one before it is: so there is no hole in what a listener knows either.
+    The index does not keep a listener alive, and one that raises hears nothing more.
     """
 
     def stored(self, node: Node, medium: Medium) -> None:
         """A tier has the block's bytes now."""
 
-    def removed(self, node: Node, medium: Medium) -> None:
+    def removed(self, node: Node, medium: Medium, why: Loss) -> None:
         """A tier will no longer have them. Children are told before their parent."""
 
-    def cleared(self) -> None:
-        """The index is empty now."""
+    def cleared(self, why: Loss) -> None:
+        """No block can be found any more: the index was cleared, or is closed."""
 
 
 Entry = tuple[int, int, int, Node]

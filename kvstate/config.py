@@ -8,6 +8,7 @@ unused rest are reported.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from hashlib import blake2b
 from math import gcd, lcm
 from typing import Final
 
@@ -21,6 +22,7 @@ DTYPE_BYTES: Final = {
 MIB: Final = 1 << 20
 MAX_ARENA_BYTES: Final = 1 << 44
 INT31: Final = (1 << 31) - 1
+MAX_KEY_BYTES: Final = blake2b.MAX_KEY_SIZE
 WRITE_THROUGH: Final = ("on_free", "on_commit", "off")
 SPANS: Final = ("shared", "all", "off")
 SIXTEENTH: Final = 16
@@ -114,6 +116,10 @@ class Config:
     wanted: a hit is then copied on the GPU (lazy retention)."""
     scrub: bool = False
     """Freed memory is overwritten before anybody else gets it."""
+    digest_key: bytes | None = field(default=None, repr=False)
+    """The key, of 1 to 64 bytes, of the digests that name blocks to routers: managers with the same
+    one give equal blocks equal names (see docs/events.md). Random by default. Keep it secret: with
+    it, two prompts with one digest can be looked for."""
 
     def __attrs_post_init__(self) -> None:
         for layer in self.layers:
@@ -145,10 +151,18 @@ class Config:
                 raise ConfigError(
                     f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
                 )
+        self._check_digest_key(self.digest_key)
         if self.retain and self.write_through == "off":
             raise ConfigError(
                 "retain is on, but with write_through 'off' nothing is found; use 'on_free'"
             )
+
+    def _check_digest_key(self, key: object) -> None:
+        """The message does not say what it is: it is a secret."""
+        if key is None or (isinstance(key, bytes) and 1 <= len(key) <= MAX_KEY_BYTES):
+            return
+        found = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+        raise ConfigError(f"digest_key is {found}; 1 to {MAX_KEY_BYTES} bytes are wanted")
 
 
 class Geometry:

@@ -65,8 +65,8 @@ class Core:
         ignored = None if config.scrub else "scrub"
         self.flight = Flight(device, self.columns, self.arena, self.actor, self.counters, ignored)
         self.reuse = Reuse(
-            Index(config.tokens_per_block), self.host, self.actor, self.flight,
-            config.write_through,
+            Index(config.tokens_per_block, key=config.digest_key), self.host, self.actor,
+            self.flight, config.write_through,
         )  # fmt: skip
         self.spans = Spans(config, geometry, self.columns, self.gpu.counts)
         self.ladder = Ladder(

@@ -1,73 +1,91 @@
-"""What the prefix index tells the outside, and a replica that is rebuilt from it.
+"""The events of a prefix index as routers read them: what they say, and their two shapes as bytes.
 
 Routers that send a request to where its prefix is already cached follow the events of an engine.
-The shape is vLLM's, field by field and position by position, since that is what they read: arrays,
-tagged with the name of the event, in batches `[time, events, rank]`. Numbers of batches travel in a
-frame of their own, as there. Consumers that know only that shape can read these.
+They know vLLM's: `BlockStored`, `BlockRemoved` and `AllBlocksCleared`, in batches `[time, events,
+rank]`, with the number of a batch in a frame of its own. Up to 0.23 vLLM writes an event as an
+array, where a field is known by its place; since 0.24 as a map, where it is known by its name
+(vllm-project/vllm#42892, report B172). Either is written here, both are read: with fewer fields,
+as older versions write them, and with more. docs/events.md says which reader takes which.
 
-What one can rely on (law 22): a listener that has every batch from the first one knows exactly
-which digest has its bytes in which tier. A block is told before its children and leaves after them,
-so no prefix of the events has a hole either. `Replica` holds a stream to that.
+Maps are the default. A field that a reader does not know does it no harm there, so only maps have
+our own: `reason` and `lost_changes`. In arrays nothing of ours stands behind vLLM's fields: some
+readers refuse a longer array, others would take it for a newer field of vLLM's.
 
-Salts are not told: whoever reads events must not learn what keeps tenants apart. They and the
-weights epoch are in the digests.
+Salts are not told: a reader of events must not learn what keeps tenants apart. They and the weights
+epoch are in the digests.
 
-Rejected: fields of our own behind theirs (readers in other languages refuse a longer array, or read
-a newer field of vLLM's there); a wall clock (no decision and no test may depend on one).
+Rejected: one class for each shape, as their readers have them (every field would stand twice, and
+could differ); a wall clock (no decision and no test may depend on one).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Annotated, Final, NamedTuple
+from typing import Annotated, Any, Final, Literal, NamedTuple, get_args
 
 import msgspec
-from attrs import field, frozen
 from msgspec import Meta, Struct
 
-from kvstate.blocks import Medium, Node
-from kvstate.errors import TraceError
-from kvstate.index import Index
-from kvstate.keys import Adapter
-from kvstate.threads import Owner
+from kvstate.blocks import GPU
+from kvstate.errors import ConfigError, TraceError
 
-Number = Annotated[int, Meta(ge=0)]
+Hash = bytes | int
+"""The name of a block: a digest, or 64 bits of one (see `int_hash`)."""
+Format = Literal["maps", "arrays"]
+FORMATS: Final[tuple[Format, ...]] = get_args(Format)
+Hashes = Literal["bytes", "ints"]
+HASHES: Final[tuple[Hashes, ...]] = get_args(Hashes)
 NUMBER_BYTES: Final = 8
+INT_BYTES: Final = 8
+LOST: Final = "lost"
+"""The reason of a clear after which a reader knows less than there is, until a snapshot."""
+SNAPSHOT: Final = "snapshot"
+"""The reason of a clear after which everything that is there is told."""
 
 
-class BlockStored(Struct, array_like=True, tag=True):
+class BlockStored(Struct, tag=True):
     """A tier has these blocks of one chain now. `token_ids` are those of all of them, in order."""
 
-    block_hashes: list[bytes]
-    parent_block_hash: bytes | None
+    block_hashes: list[Hash]
+    parent_block_hash: Hash | None
     """The block before the first of them; None if that is the first of its prefix."""
     token_ids: list[int]
     block_size: Annotated[int, Meta(ge=1)]
     """In tokens."""
-    lora_id: int | None
+    lora_id: int | None = None
     """The adapter, if it is a number."""
-    medium: Medium
-    lora_name: str | None
+    medium: str = GPU
+    """Ours are `GPU` and `CPU`. Engines with one tier leave it out."""
+    lora_name: str | None = None
     """The adapter, if it is a text; or bytes, in hexadecimal. Digests tell the two apart."""
-    extra_keys: list[tuple[bytes, ...] | None] | None = None
+    extra_keys: list[tuple[Any, ...] | None] | None = None
     """The extra keys of each of them; None if none has any."""
+    group_idx: int | None = None
+    """Which layers it is about, in engines that tell of several groups."""
 
 
-class BlockRemoved(Struct, array_like=True, tag=True):
+class BlockRemoved(Struct, tag=True):
     """A tier does not have these blocks any more."""
 
-    block_hashes: list[bytes]
-    medium: Medium
+    block_hashes: list[Hash]
+    medium: str = GPU
+    group_idx: int | None = None
+    reason: str | None = None
+    """Ours are those of `kvstate.blocks.Loss`. Only in maps."""
 
 
-class AllBlocksCleared(Struct, array_like=True, tag=True):
-    """No tier has any block."""
+class AllBlocksCleared(Struct, tag=True):
+    """No tier has any block; or a reader is to begin anew (`LOST`, `SNAPSHOT`)."""
+
+    reason: str | None = None
+    """`cleared`, `closed`, `lost` or `snapshot`. Only in maps."""
+    lost_changes: int | None = None
+    """How many changes are not told: a block stored or removed, or all cleared. Only in maps."""
 
 
 Event = BlockStored | BlockRemoved | AllBlocksCleared
 
 
-class EventBatch(Struct, array_like=True):
+class EventBatch(Struct):
     """Events in the order in which they happened. `ts` is whatever time the caller said; its
     number, if none."""
 
@@ -83,244 +101,107 @@ class Numbered(NamedTuple):
     batch: EventBatch
 
 
-_encoder: Final = msgspec.msgpack.Encoder()
-_batch: Final = msgspec.msgpack.Decoder(EventBatch)
+class _Fields(NamedTuple):
+    """Of one kind of event, those that vLLM has, in its order: first those that are always there,
+    also as null, then those that are left out when they say nothing."""
+
+    always: tuple[str, ...]
+    maybe: tuple[str, ...]
+    ours: tuple[str, ...] = ()
+    """Only in maps."""
 
 
-def encode(numbered: Numbered) -> tuple[bytes, bytes]:
-    """The two frames of a batch: its number, 8 bytes big-endian, and the batch as msgpack."""
-    return numbered.number.to_bytes(NUMBER_BYTES, "big"), _encoder.encode(numbered.batch)
+_FIELDS: Final = {
+    "BlockStored": _Fields(BlockStored.__struct_fields__[:7], BlockStored.__struct_fields__[7:]),
+    "BlockRemoved": _Fields(("block_hashes", "medium"), ("group_idx",), ("reason",)),
+    "AllBlocksCleared": _Fields((), (), ("reason", "lost_changes")),
+}
+
+
+def int_hash(digest: bytes) -> int:
+    """A digest as the number that vLLM makes of one: its last 8 bytes, the first of them the
+    highest, without a sign. Readers that want numbers make the same of bytes."""
+    return int.from_bytes(digest[-INT_BYTES:], "big")
+
+
+def hash_text(name: Hash) -> str:
+    """The name of a block in messages."""
+    return str(name) if isinstance(name, int) else name.hex()
+
+
+def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    """Raise ConfigError if the value is none of these."""
+    if value not in choices:
+        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
+
+
+def encode(numbered: Numbered, format: Format = "maps") -> tuple[bytes, bytes]:  # noqa: A002
+    """The two frames of a batch: its number, 8 bytes big-endian, and the batch as msgpack.
+
+    May be called on any thread. Raises ConfigError for another format.
+    """
+    check_choice("format", format, FORMATS)
+    shape = _as_map if format == "maps" else _as_array
+    batch = numbered.batch
+    wire = [batch.ts, [shape(event) for event in batch.events], batch.data_parallel_rank]
+    return numbered.number.to_bytes(NUMBER_BYTES, "big"), msgspec.msgpack.encode(wire)
+
+
+def _as_map(event: Event) -> dict[str, Any]:
+    tag = type(event).__name__
+    always, maybe, ours = _FIELDS[tag]
+    found = {"type": tag} | {name: getattr(event, name) for name in always}
+    for name in maybe + ours:
+        value = getattr(event, name)
+        if value is not None:
+            found[name] = value
+    return found
+
+
+def _as_array(event: Event) -> list[Any]:
+    tag = type(event).__name__
+    always, maybe, _ = _FIELDS[tag]
+    found = [tag, *(getattr(event, name) for name in always + maybe)]
+    while len(found) > 1 + len(always) and found[-1] is None:
+        found.pop()
+    return found
 
 
 def decode(number: bytes, batch: bytes) -> Numbered:
-    """A batch from its frames, checked field by field. Raises TraceError."""
+    """A batch from its frames, ours or another engine's, in either shape, checked field by field.
+
+    Hashes are bytes or numbers; a medium that is missing is the GPU; what else is missing is None.
+    What is not known is passed over: other fields of a map, and what stands behind the last known
+    field of an array. Raises TraceError for anything else.
+    """
     if len(number) != NUMBER_BYTES:
         raise TraceError(f"the number of a batch has {len(number)} bytes, not {NUMBER_BYTES}")
     found = int.from_bytes(number, "big")
     try:
-        return Numbered(found, _batch.decode(batch))
-    except msgspec.DecodeError as error:
+        named = _named_batch(msgspec.msgpack.decode(batch))
+        return Numbered(found, msgspec.convert(named, EventBatch, builtin_types=(bytes,)))
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise TraceError(f"batch {found}: {error}") from error
 
 
-class Publisher:
-    """Makes events of what an index changes. It listens to the index, and first tells what is there
-    already.
-
-    Stores that follow each other down a chain are one event; so are removals from one tier. Costs
-    the digest of each block, once, whether anybody drains or not.
-
-    It belongs to the thread of its manager. Batches that were drained change no more: encode and
-    send them on any thread.
-    """
-
-    owner: Owner | None = None
-    """The only thread that may call, if somebody looks."""
-
-    def __init__(
-        self, index: Index, rank: int | None = None, most_events: int | None = None
-    ) -> None:
-        self.index, self.rank, self.most_events = index, rank, most_events
-        self.number = 0
-        """Of the next batch."""
-        self._events: list[Event] = []
-        index.listen(self)
-
-    def close(self) -> None:
-        """Hear nothing more. What was not drained can still be."""
-        self._check("close")
-        if self in self.index.listeners:
-            self.index.listeners.remove(self)
-
-    def stored(self, node: Node, medium: Medium) -> None:
-        """See `Listener.stored`."""
-        index, last = self.index, self._events[-1] if self._events else None
-        parent = None if node.parent is None else index.digest(node.parent)
-        if not _continues(last, parent, medium):
-            assert node.root is not None
-            lora = _lora(node.root.identity.adapter)
-            last = BlockStored([], parent, [], index.block_tokens, lora[0], medium, lora[1])
-            self._events.append(last)
-        assert isinstance(last, BlockStored)
-        extra = index.extra(node) or None
-        if extra or last.extra_keys is not None:
-            last.extra_keys = [*(last.extra_keys or [None] * len(last.block_hashes)), extra]
-        last.block_hashes.append(index.digest(node))
-        last.token_ids += index.tokens(node)
-
-    def removed(self, node: Node, medium: Medium) -> None:
-        """See `Listener.removed`."""
-        last = self._events[-1] if self._events else None
-        if not isinstance(last, BlockRemoved) or last.medium != medium:
-            last = BlockRemoved([], medium)
-            self._events.append(last)
-        last.block_hashes.append(self.index.digest(node))
-
-    def cleared(self) -> None:
-        """See `Listener.cleared`."""
-        self._events.append(AllBlocksCleared())
-
-    def drain(self, ts: float | None = None) -> list[Numbered]:
-        """The batches since the last drain: none if nothing happened; several if there are more
-        than `most_events` events. `ts` is the caller's time."""
-        self._check("drain")
-        events, self._events = self._events, []
-        size, batches = self.most_events or max(1, len(events)), []
-        for at in range(0, len(events), size):
-            time = float(self.number) if ts is None else ts
-            batch = EventBatch(time, events[at : at + size], self.rank)
-            batches.append(Numbered(self.number, batch))
-            self.number += 1
-        return batches
-
-    def _check(self, call: str) -> None:
-        if self.owner is not None:
-            self.owner.check("the events", call, "OPEN")
+def _named_batch(batch: Any) -> Any:
+    """A batch with all its fields by name."""
+    if isinstance(batch, list):
+        batch = dict(zip(EventBatch.__struct_fields__, batch, strict=False))
+    if isinstance(batch, dict) and isinstance(batch.get("events"), list):
+        batch["events"] = [_named(event) for event in batch["events"]]
+    return batch
 
 
-def _continues(last: Event | None, parent: bytes | None, medium: Medium) -> bool:
-    """The next block of the chain that the last event stored, in the same tier."""
-    return (
-        isinstance(last, BlockStored) and last.medium == medium and last.block_hashes[-1] == parent
-    )
-
-
-def _lora(adapter: Adapter) -> tuple[int | None, str | None]:
-    if isinstance(adapter, int):
-        return adapter, None
-    return None, adapter.hex() if isinstance(adapter, bytes) else adapter
-
-
-@frozen
-class Block:
-    """What a replica knows of a block. `tiers` is not empty."""
-
-    parent: bytes | None
-    tokens: tuple[int, ...]
-    tiers: frozenset[Medium]
-    extra: tuple[bytes, ...] = ()
-    children: set[bytes] = field(factory=set, eq=False, repr=False)
-
-
-class Replica:
-    """Which digest has its bytes in which tier, as the events say.
-
-    An event that does not fit is refused with TraceError, which says batch, event and block. Then
-    the stream or its source is wrong: the replica knows what was before that event and takes no
-    more.
-    """
-
-    def __init__(self) -> None:
-        self.blocks: dict[bytes, Block] = {}
-        self.number = 0
-        """Of the next batch."""
-        self.refused: str | None = None
-        """What did not fit."""
-
-    @classmethod
-    def of(cls, index: Index) -> Replica:
-        """What a replica of this index must know. Cost: everything."""
-        replica = cls()
-        for node in index.walk():
-            parent = None if node.parent is None else index.digest(node.parent)
-            tokens, tiers = tuple(index.tokens(node)), frozenset(node.told)
-            if not tiers:
-                continue
-            known = Block(parent, tokens, tiers, index.extra(node))
-            replica.blocks[index.digest(node)] = known
-            if parent is not None:
-                replica.blocks[parent].children.add(index.digest(node))
-        return replica
-
-    def apply(self, numbered: Numbered) -> None:
-        """Take over a batch, the next one. Raises TraceError."""
-        if self.refused is not None:
-            raise TraceError(f"the replica refused before: {self.refused}")
-        try:
-            if numbered.number != self.number:
-                raise TraceError(f"batch {numbered.number}, but {self.number} is next")
-            for at, event in enumerate(numbered.batch.events):
-                self._apply(event, f"batch {numbered.number}, event {at}")
-        except TraceError as error:
-            self.refused = str(error)
-            raise
-        self.number += 1
-
-    def _apply(self, event: Event, place: str) -> None:
-        if isinstance(event, AllBlocksCleared):
-            self.blocks.clear()
-            return
-        if isinstance(event, BlockStored):
-            changes = self._stored(event, place)
-        else:
-            changes = self._removed(event, place)
-        for digest, block in changes.items():
-            self._settle(digest, block)
-
-    def _settle(self, digest: bytes, block: Block | None) -> None:
-        if block is None:
-            parent = self.blocks.pop(digest).parent
-        else:
-            self.blocks[digest], parent = block, block.parent
-        if parent is not None:
-            children = self.blocks[parent].children
-            (children.discard if block is None else children.add)(digest)
-
-    def _stored(self, event: BlockStored, place: str) -> dict[bytes, Block | None]:
-        """Each block as it is to be known, if the event fits."""
-        size, parent = event.block_size, event.parent_block_hash
-        count = len(event.block_hashes)
-        extras = event.extra_keys or [None] * count
-        if len(event.token_ids) != count * size or len(extras) != count or not count:
-            told = f"{len(event.token_ids)} tokens and {len(extras)} extra keys"
-            raise TraceError(f"{place}: {count} blocks of {size} tokens have {told}")
-        if parent is not None and parent not in self.blocks:
-            raise TraceError(f"{place}: the parent {parent.hex()} is unknown")
-        changes: dict[bytes, Block | None] = {}
-        for at, digest in enumerate(event.block_hashes):
-            tokens = tuple(event.token_ids[at * size : (at + 1) * size])
-            told_block = Block(parent, tokens, frozenset((event.medium,)), extras[at] or ())
-            known = None if digest in changes else self.blocks.get(digest)
-            if digest in changes or (known is not None and event.medium in known.tiers):
-                raise TraceError(f"{place}: {digest.hex()} is stored twice in {event.medium}")
-            changes[digest] = _joined(known, told_block, f"{place}: {digest.hex()}")
-            parent = digest
-        return changes
-
-    def _removed(self, event: BlockRemoved, place: str) -> dict[bytes, Block | None]:
-        """Each block as it is to be known then, if the event fits; None if it is gone."""
-        changes: dict[bytes, Block | None] = {}
-        for digest in event.block_hashes:
-            known = None if digest in changes else self.blocks.get(digest)
-            if known is None or event.medium not in known.tiers:
-                what = (
-                    "has" if known is None else f"is in {', '.join(sorted(known.tiers))}, and has"
-                )
-                raise TraceError(f"{place}: {digest.hex()} {what} nothing in {event.medium}")
-            tiers = known.tiers - {event.medium}
-            left = {child for child in known.children if changes.get(child, known) is not None}
-            if left and not tiers:
-                raise TraceError(f"{place}: {digest.hex()} leaves before {len(left)} children")
-            changes[digest] = _with(known, tiers) if tiers else None
-        return changes
-
-
-def _with(block: Block, tiers: frozenset[Medium]) -> Block:
-    return Block(block.parent, block.tokens, tiers, block.extra, block.children)
-
-
-def _joined(known: Block | None, told: Block, place: str) -> Block:
-    """A block in one more tier. It must be the same block."""
-    if known is None:
-        return told
-    if (known.parent, known.tokens, known.extra) != (told.parent, told.tokens, told.extra):
-        raise TraceError(f"{place} has another parent, other tokens or extra keys than before")
-    return _with(known, known.tiers | told.tiers)
-
-
-def replay(batches: Iterable[Numbered]) -> Replica:
-    """The replica that batches from the first one make. Raises TraceError."""
-    replica = Replica()
-    for numbered in batches:
-        replica.apply(numbered)
-    return replica
+def _named(event: Any) -> Any:
+    """An event with all its fields by name, and without those that say nothing."""
+    if isinstance(event, list) and event and isinstance(event[0], str):
+        fields = _FIELDS.get(event[0], _Fields((), ()))
+        event = {"type": event[0]} | dict(
+            zip(fields.always + fields.maybe, event[1:], strict=False)
+        )
+        if isinstance(event.get("lora_name"), dict):  # SGLang 0.5.18 has what salts a block there
+            del event["lora_name"]
+    if isinstance(event, dict) and event.get("medium", GPU) is None:
+        del event["medium"]
+    return event

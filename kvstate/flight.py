@@ -15,6 +15,7 @@ from typing import Any, Final, NamedTuple
 from kvstate import runs
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range
+from kvstate.blocks import Loss
 from kvstate.device import Completion, Device
 from kvstate.plan import Coverage, Plan
 from kvstate.sequence import Columns, Sequence, Step, Transfer
@@ -205,7 +206,7 @@ class Flight:
         if ending is not None:
             self.reuse.ended(transfer, ok, ending)
         if leaving is not None:
-            self.reuse.left(leaving)
+            self.reuse.left(leaving, Loss.FAILED)
         self.columns.version += 1
         if not ok:
             self.counters["failed_copies"] += 1

@@ -30,7 +30,6 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
-from typing import Literal
 
 import numpy as np
 
@@ -39,8 +38,7 @@ from kvstate.blocks import (
     Cut,
     Entry,
     Holder,
-    Listener,
-    Medium,
+    Loss,
     Node,
     Place,
     Root,
@@ -53,33 +51,31 @@ from kvstate.blocks import (
 )
 from kvstate.errors import ConfigError
 from kvstate.keys import ID, ID_BYTES, Extra, Extras, Identity, extra_bytes
+from kvstate.telling import Telling
 from kvstate.uncopied import Uncopied
 
 
-class Index:
+class Index(Telling):
     """The trie, and the order in which host slots are given up.
 
     `key` (up to 64 bytes) is the key of the digests; random by default, so that nobody outside can
-    search for two blocks with one digest. Fix it where runs must repeat.
+    search for two blocks with one digest. Fix it where runs must repeat, or where several processes
+    must give equal blocks equal names.
     """
 
-    def __init__(
-        self, block_tokens: int, listener: Listener | None = None, *, key: bytes | None = None
-    ) -> None:
+    def __init__(self, block_tokens: int, *, key: bytes | None = None) -> None:
+        super().__init__()
         if block_tokens < 1:
             raise ConfigError(f"block_tokens is {block_tokens}; a block has at least one token")
         if key is not None and not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
             raise ConfigError(f"a key of {len(key)} bytes; 1 to {blake2b.MAX_KEY_SIZE} are wanted")
         self.block_tokens, self.block_bytes = block_tokens, block_tokens * ID_BYTES
-        self.listeners: list[Listener] = [] if listener is None else [listener]
         self.slots: dict[int, Node] = {}
         """Whose canonical copy a host slot has."""
         self.clock = 0
         self._key = secrets.token_bytes(32) if key is None else key
         self._roots: dict[bytes, Root] = {}
         self._count = self._serial = 0
-        self.epoch = 0
-        """Of the weights: newcomers find only what is of the same."""
         self._queue: list[Entry] = []
         self.uncopied: Uncopied | None = None
         """Blocks that are to have a copy on the host and have none, if all are to have one."""
@@ -257,7 +253,7 @@ class Index:
         elif self.uncopied is not None:
             for node in chain if root.identity.weights_epoch == self.epoch else ():
                 self.uncopied.commit(node)
-        for node in chain if self.listeners else ():
+        for node in chain if self._ears else ():
             self._tell(node)
         return chain
 
@@ -312,8 +308,10 @@ class Index:
         node.landed = True
         self._tell(node)
 
-    def lose_owner(self, node: Node, owner: object, heir: object | None = None) -> list[Cut]:
-        """The owner's page is no longer canonical: `heir`'s is, or none is.
+    def lose_owner(
+        self, node: Node, owner: object, heir: object | None = None, *, why: Loss | None = None
+    ) -> list[Cut]:
+        """The owner's page is no longer canonical: `heir`'s is, or none is, and then `why`.
 
         Returns the blocks below it that were cut because its bytes are now nowhere: leaves first,
         with the owners and slots that they had. Raises IllegalTransition, with nothing changed, if
@@ -328,13 +326,14 @@ class Index:
             node.owner = heir
             self.await_copy(node)
             return []
+        assert why is not None, "a loss has a reason"
         if node.slot is None:
-            return self._cut(node, "lose_owner")
+            return self._cut(node, "lose_owner", why)
         node.owner = None
-        self._tell(node)
+        self._tell(node, why)
         return []
 
-    def lose_slot(self, node: Node) -> list[Cut]:
+    def lose_slot(self, node: Node, *, why: Loss) -> list[Cut]:
         """The host copy is given up; the caller frees its slot.
 
         Returns what was cut with it, and raises, as `lose_owner` does. Cost: O(1), and the blocks
@@ -344,9 +343,9 @@ class Index:
         if node.slot is None:
             raise illegal(node, "lose_slot", node.state_name, "it has none")
         if node.owner is None:
-            return self._cut(node, "lose_slot")
+            return self._cut(node, "lose_slot", why)
         self._empty_slot(node)
-        self._tell(node)
+        self._tell(node, why)
         if node.parent is not None:
             self._consider(node.parent)
         self.await_copy(node)
@@ -364,12 +363,9 @@ class Index:
         are to forget everything, and hear nothing of those blocks again. They stay until whoever
         has them leaves. O(blocks)."""
         self.epoch += 1
-        for node in self.walk():
-            node.told = ()
         if self.uncopied is not None:
             self.uncopied = Uncopied()
-        for listener in self.listeners:
-            listener.cleared()
+        self._forget_told(Loss.CLEARED)
 
     # Holding.
 
@@ -489,68 +485,19 @@ class Index:
             node.parent.host_children += 1
         self._consider(node)
 
-    # Telling.
-
-    def listen(self, listener: Listener) -> None:
-        """Tell a listener what is there, and from now on what changes. Cost: everything."""
-        for node in self.walk() if not self.listeners else ():
-            node.told = self._shown(node)
-        self.listeners.append(listener)
-        for node in self.walk():
-            for medium in node.told:
-                listener.stored(node, medium)
-
-    def _shown(self, node: Node) -> tuple[Medium, ...]:
-        """The tiers that listeners are to know of."""
-        of_old = node.root is not None and node.root.identity.weights_epoch < self.epoch
-        if of_old or (node.parent is not None and not node.parent.told):
-            return ()
-        return node.media if node.landed else node.media[: node.owner is not None]
-
-    def _tell(self, node: Node) -> None:
-        """Tell listeners what has become of a block, and with it of those behind it."""
-        waiting = [node] if self.listeners else []
-        while waiting:
-            one = waiting.pop()
-            waiting += list(one.children.values())[::-1] if self._retell(one) else []
-
-    def _retell(self, node: Node) -> bool:
-        """Tell what has become of one block; whether those behind it can be told now."""
-        before, wanted = node.told, self._shown(node)
-        if before and not wanted:
-            for one in [*descendants(node.children)][::-1]:
-                self._hide(one)
-        for medium in before:
-            if medium not in wanted:
-                self._tell_all("removed", node, medium)
-        node.told = wanted
-        for medium in wanted:
-            if medium not in before:
-                self._tell_all("stored", node, medium)
-        return bool(wanted and not before)
-
-    def _hide(self, node: Node) -> None:
-        """A block is not told any more."""
-        for medium in node.told:
-            self._tell_all("removed", node, medium)
-        node.told = ()
-
-    def _tell_all(self, what: Literal["stored", "removed"], node: Node, medium: Medium) -> None:
-        for listener in self.listeners:
-            getattr(listener, what)(node, medium)
-
-    # Keeping more books.
-
-    def _cut(self, node: Node, event: str) -> list[Cut]:
-        """Take out a block that loses its last bytes and all below it; returns those below."""
+    def _cut(self, node: Node, event: str, why: Loss) -> list[Cut]:
+        """Take out a block that loses its last bytes and all below it; returns those below. What
+        its owner has below it goes for the same reason."""
         root, parent = self._alive(node, event), node.parent
         if node.pins:
             reason = f"its last bytes, and {pinned_by(node)}"
             raise illegal(node, event, node.state_name, reason)
         below = [*descendants(node.children)][::-1]
         cut = [Cut(one, one.owner, one.slot) for one in below]
+        owner = node.owner
         for one in (*below, node):
-            self._hide(one)
+            with_it = one is node or (owner is not None and one.owner is owner)
+            self._hide(one, why if with_it else Loss.CUT)
             self._forget(one)
         del (root.children if parent is None else parent.children)[node.key]
         if parent is not None:

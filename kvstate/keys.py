@@ -5,6 +5,7 @@ Exact and tagged: equal keys are equal inputs, and no two kinds of input can loo
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, Final
 
@@ -79,6 +80,7 @@ def extra_bytes(extra: Extra) -> bytes:
 
 
 Adapter = str | bytes | int | None
+_SURROGATE: Final = re.compile("[\ud800-\udfff]")
 
 
 @frozen
@@ -112,8 +114,11 @@ def _adapter_bytes(adapter: Adapter) -> bytes:
             return tagged(b"n", b"")
         case bytes():
             return tagged(b"b", adapter)
-        case str():
-            return tagged(b"t", adapter.encode("utf-8", "surrogatepass"))
-        case int() if not isinstance(adapter, bool):
+        case str() if not _SURROGATE.search(adapter):
+            return tagged(b"t", adapter.encode())
+        case int() if not isinstance(adapter, bool) and -(2**63) <= adapter < 2**64:
             return tagged(b"i", b"%d" % adapter)
-    raise ConfigError(f"adapter is {adapter!r}; a str, bytes, an int or None is wanted")
+    raise ConfigError(
+        f"adapter is {adapter!r}; a str of whole characters, bytes, an int of 64 bits or None is "
+        "wanted, since events must carry it"
+    )

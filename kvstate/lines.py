@@ -18,7 +18,7 @@ from typing import Final
 
 from kvstate.act import Actor
 from kvstate.arena import Range
-from kvstate.blocks import Node, descendants
+from kvstate.blocks import Loss, Node, descendants
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.plan import Plan, Run
@@ -177,18 +177,19 @@ class Lines:
 
     # Giving up.
 
-    def _bereave(self, lost: list[Node], owner: object) -> None:
+    def _bereave(self, lost: list[Node], owner: object, why: Loss) -> None:
         """Blocks have no owner any more: those stay that the host has, if all before them stay."""
-        for node in lost:
-            if node.slot is not None:
-                self.index.lose_owner(node, owner)
-        self.free(self._cut_all([node for node in lost if node.slot is None]))
+        cut = self._cut_all([node for node in lost if node.slot is None], why)
+        for node in reversed(lost):  # the last first, or others would be told as cut
+            if node.findable:
+                self.index.lose_owner(node, owner, why=why)
+        self.free(cut)
 
-    def _cut_all(self, nodes: list[Node]) -> list[int]:
+    def _cut_all(self, nodes: list[Node], why: Loss) -> list[int]:
         """Take blocks and all below them out of the index; the slots of those below."""
-        return [slot for node in nodes if node.findable for slot in self._cut(node)]
+        return [slot for node in nodes if node.findable for slot in self._cut(node, why)]
 
-    def _cut(self, node: Node) -> list[int]:
+    def _cut(self, node: Node, why: Loss) -> list[int]:
         """Take a block and all below it out of the index; the slots that those below had.
 
         Copies go on that write some of them, or that bring them to whoever leaves now: what they
@@ -201,9 +202,9 @@ class Lines:
                 self.index.release(one, holder)
         self._release(below)
         gone = (
-            self.index.lose_slot(node)
+            self.index.lose_slot(node, why=why)
             if node.owner is None
-            else self.index.lose_owner(node, node.owner)
+            else self.index.lose_owner(node, node.owner, why=why)
         )
         return [cut.slot for cut in gone if cut.slot is not None]
 
@@ -226,7 +227,7 @@ class Lines:
         for node, _ in found:
             if node.slot is not None:
                 slots.append(node.slot)
-                self.index.lose_slot(node)
+                self.index.lose_slot(node, why=Loss.REPLACED)
         self.free(slots)
 
     def make_room(self, slots: int, spare: Iterable[Node] = ()) -> bool:
@@ -253,7 +254,7 @@ class Lines:
             self._inherit([node for node in victims if node.owner is None and node in self.lines])
             self.free([node.slot for node in victims if node.slot is not None])
             for node in victims:
-                self.index.lose_slot(node)
+                self.index.lose_slot(node, why=Loss.EVICTED)
 
     def _outlived(self, most: int) -> list[Node]:
         """Pages that are nobody's and that somebody has too, who gets the canonical one; the least
@@ -268,7 +269,7 @@ class Lines:
         if not covered:
             return False
         node = min(covered, key=lambda node: (node.used, -node.ordinal))
-        self.free(self._cut_all(list(node.children.values())))
+        self.free(self._cut_all(list(node.children.values()), Loss.EVICTED))
         return True
 
     def _inherit(self, nodes: list[Node]) -> None:

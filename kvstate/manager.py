@@ -21,12 +21,13 @@ from types import TracebackType
 from typing import Final, Self
 
 from kvstate import runs
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.config import Config
 from kvstate.device import Completion, Device, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
-from kvstate.events import Publisher
+from kvstate.events import Format, Hashes
 from kvstate.plan import Plan, Run
+from kvstate.publisher import MOST_PENDING_BLOCKS, Publisher
 from kvstate.reuse import Leaving
 from kvstate.rewinding import Rewinding
 from kvstate.runs import runs_of, slots_of
@@ -275,7 +276,7 @@ class Manager(Rewinding):
         else:
             self.reuse.keep(leaving.kept, slots, plan.token)
         seq.transfer, seq.slots = None, ()
-        self.reuse.left(leaving)
+        self.reuse.left(leaving, Loss.CLOSED if event is _CLOSE else Loss.DROPPED)
 
     def _leaving(self, event: ObjectEvent, seq: Sequence, passage: Passage | None) -> Leaving:
         """What it means for the index, once there is room on the host for what can be kept there:
@@ -390,12 +391,20 @@ class Manager(Rewinding):
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep_frames)
 
-    def events(self, rank: int | None = None, most_events: int | None = None) -> Publisher:
+    def events(
+        self, rank: int | None = None, most_events: int | None = None, *,
+        format: Format = "maps", hashes: Hashes = "bytes",  # noqa: A002
+        most_pending_blocks: int = MOST_PENDING_BLOCKS,
+    ) -> Publisher:  # fmt: skip
         """What routers of requests want to know: which blocks which tier has, from now on.
 
-        `drain` the events at any time; see `kvstate.events`. Costs the digest of every block.
+        Hold what is returned for as long as it is to hear anything, and `drain` it at any time; see
+        docs/events.md. Costs the digest of every block.
         """
-        publisher = Publisher(self.reuse.index, rank, most_events)
+        publisher = Publisher(
+            self.reuse.index, rank, most_events, format=format, hashes=hashes,
+            most_pending_blocks=most_pending_blocks,
+        )  # fmt: skip
         publisher.owner = self.owner
         return publisher
 
@@ -417,6 +426,7 @@ class Manager(Rewinding):
             except (DeviceError, DeviceFault) as error:
                 self.actor.poison(f"closing failed: {error}")
                 log.error("closing failed, the device gives back the rest: %s", error)
+        self.reuse.index.close()
         self.life.close()
         self.device.close()
 
@@ -429,6 +439,7 @@ class Manager(Rewinding):
                 self.close_sequence(seq)
         self._enter()
         self.flight.quiesce()
+        self.reuse.index.close()
         self.ladder.spill(self.gpu.budget_frames)
         self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
         self.ladder.release(0)

@@ -9,23 +9,25 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import wraps
 from inspect import signature
 from typing import Any, Final
 
 import msgspec
 import numpy as np
+from attrs import evolve
 
 from kvstate import trace
 from kvstate.blocks import CPU, GPU
 from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
-from kvstate.events import Replica, decode, encode
+from kvstate.events import FORMATS, Hash, Numbered, decode, encode, hash_text
 from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
 from kvstate.order import Agent, Operation
 from kvstate.order_device import Ordered
 from kvstate.order_memory import Pieces
+from kvstate.replica import Replica
 from kvstate.sequence import Column, Sequence, Step
 from kvstate.spec.facts import View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
@@ -42,6 +44,8 @@ PUBLIC: Final = (
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
+_SNAPSHOTS: Final = 5
+"""One of this number of batches is followed by a snapshot."""
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -137,7 +141,10 @@ class OrderKeeper:
 
 
 class Listening:
-    """Listens to one manager's events, as a router would, and says what it gets wrong (law 22)."""
+    """Listens to one manager's events, as a router would, and says what it gets wrong (law 22).
+
+    Every other batch is read as an array. A router that begins at a snapshot must know the same.
+    """
 
     def __init__(self, kv: Manager) -> None:
         self.kv, self.publisher, self.replica = kv, kv.events(), Replica()
@@ -145,22 +152,30 @@ class Listening:
     def __call__(self) -> list[str]:
         """Take over what has happened; the differences to the index. O(blocks)."""
         try:
-            for batch in self.publisher.drain():
-                self.replica.apply(decode(*encode(batch)))
+            found = self._read(self.publisher.drain())
+            if not found and self.replica.number % _SNAPSHOTS == 1:
+                self.replica = Replica()
+                found = self._read(self.publisher.snapshot())
         except TraceError as error:
             return [str(error)]
+        return found
+
+    def _read(self, batches: Iterable[Numbered]) -> list[str]:
+        for batch in batches:
+            format_ = FORMATS[batch.number % len(FORMATS)]
+            self.replica.apply(decode(*encode(batch, format_)))
         known = {name: block.tiers for name, block in self.replica.blocks.items()}
         there = self._there()
         return [
-            f"block {name.hex()} is in {known.get(name)}, but should be in {there.get(name)}"
+            f"block {hash_text(name)} is in {known.get(name)}, but should be in {there.get(name)}"
             for name in known.keys() | there.keys()
             if known.get(name) != there.get(name)
         ]
 
-    def _there(self) -> dict[bytes, frozenset[str]]:
+    def _there(self) -> dict[Hash, frozenset[str]]:
         """Which tiers have the bytes of each block of the present weights that can be had from its
         first one on."""
-        found, states = dict[bytes, frozenset[str]](), self.kv.host.cells.states
+        found, states = dict[Hash, frozenset[str]](), self.kv.host.cells.states
         index, epoch = self.kv.reuse.index, self.kv.reuse.epoch
         present = (n for n in index if n.root and n.root.identity.weights_epoch == epoch)
         for node in present:
@@ -206,7 +221,8 @@ class Recorder:
             "drop": lambda args, _: trace.Drop(**_leaving(args)),
             "close_sequence": lambda args, _: trace.Close(**_leaving(args)),
         }
-        header = trace.Header(kvstate_trace=trace.VERSION, config=kv.config, device=kv.device.name)
+        config = evolve(kv.config, digest_key=None)  # secrets stay out of files
+        header = trace.Header(kvstate_trace=trace.VERSION, config=config, device=kv.device.name)
         sink(trace.encode(header) + b"\n")
 
     def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:

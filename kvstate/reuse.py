@@ -24,7 +24,7 @@ from attrs import field, frozen
 
 from kvstate.act import Actor
 from kvstate.arena import Range
-from kvstate.blocks import Holder, Node
+from kvstate.blocks import Holder, Loss, Node
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Extra, Extras, Identity
@@ -231,7 +231,7 @@ class Reuse(Lines):
             "awaited": runs_of(pages, [s for s in slots if states[s] == MIRRORING.code]),
         }
 
-    def left(self, leaving: Leaving) -> None:
+    def left(self, leaving: Leaving, why: Loss) -> None:
         """The sequence has left: the index follows, and host slots that nobody can find are freed.
 
         Lost blocks stay as far as each of them has a host slot by now.
@@ -243,7 +243,7 @@ class Reuse(Lines):
         del seq.nodes[leaving.low :]
         if not leaving.low:
             self.doubles.discard(seq)
-        self._bereave(leaving.lost, seq)
+        self._bereave(leaving.lost, seq, why)
 
     def passed(self, seq: Sequence, span: Span) -> None:
         """A span that the sequence has left has the canonical pages now."""
@@ -263,7 +263,7 @@ class Reuse(Lines):
         inherited, lost = self._succession(nodes)
         self._fire_promote(inherited)
         self._inherited_from(owner, inherited)
-        self._bereave(lost, owner)
+        self._bereave(lost, owner, Loss.SPILLED)
 
     # Pages on the host that are nobody's.
 
@@ -410,13 +410,14 @@ class Reuse(Lines):
             if node.slot in slots and ok:
                 self.index.land(node)
             elif node.slot in slots and node.owner is not None:
-                self.index.lose_slot(node)
+                self.index.lose_slot(node, why=Loss.FAILED)
         for node, heir in ending.inherited:
             self._step_out(node, heir)
             self.index.give_owner(node, heir)
-            self.index.lose_slot(node)
+            self.index.lose_slot(node, why=Loss.FAILED)
         self._changed(ending.inherited)
-        self.free([slot for slot in self._cut_all(ending.lost) if slot not in slots])
+        cut = self._cut_all(ending.lost, Loss.FAILED)
+        self.free([slot for slot in cut if slot not in slots])
 
     def mirrors_of(self, seq: Sequence, passage: Passage | None) -> dict[int, int]:
         """Host slots that have pages of the sequence already, by ordinal; not of those that it
@@ -445,7 +446,7 @@ class Reuse(Lines):
             if node.owner is seq and node.slot is not None:
                 if states[node.slot] in _MIRRORS:
                     doubled.append(node.slot)
-                self.index.lose_slot(node)
+                self.index.lose_slot(node, why=Loss.SUSPENDED)
         self.free(doubled)
 
     def _failed(self, transfer: Transfer) -> tuple[list[tuple[Node, Sequence]], list[Node]]:

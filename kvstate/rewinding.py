@@ -18,7 +18,7 @@ from attrs import frozen
 
 from kvstate import runs
 from kvstate.admission import Admission, Match, Start
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.plan import Cells
 from kvstate.reuse import Leaving
 from kvstate.sequence import Sequence, Transfer
@@ -74,7 +74,7 @@ class Rewinding(Admission):
         self.flight.settle(plan)
         if ends and seq.range is not None:
             self.spans.ended(seq.range)
-        self.reuse.left(leaving)
+        self.reuse.left(leaving, Loss.REWOUND)
         self._shorten(seq, length_tokens)
 
     def _shorten(self, seq: Sequence, length_tokens: int) -> None:
@@ -101,7 +101,7 @@ class Rewinding(Admission):
         self._left_behind(seq, move.passage)
         self.flight.settle(plan)
         runs.hand_over(seq, plan.operands)
-        self.reuse.left(move.leaving)
+        self.reuse.left(move.leaving, Loss.REWOUND)
         seq.pages = move.pages
         self._shorten(seq, length_tokens)
         if start.sharing is not None:

@@ -1,4 +1,4 @@
-"""The events: the shape that routers read, and a replica that refuses what does not fit."""
+"""The events: what a publisher says, and a replica that refuses what does not fit."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import msgspec
 import pytest
 
 from kvstate import Manager
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.errors import TraceError
 from kvstate.events import (
     AllBlocksCleared,
@@ -17,15 +17,16 @@ from kvstate.events import (
     BlockStored,
     Event,
     EventBatch,
+    Hash,
     Numbered,
-    Publisher,
-    Replica,
     decode,
     encode,
-    replay,
 )
 from kvstate.index import Index
 from kvstate.keys import Identity, token_bytes
+from kvstate.observe import Listening
+from kvstate.publisher import Publisher
+from kvstate.replica import Replica, replay
 from tests.conftest import Open
 from tests.test_reuse import PROMPT, go_on, said
 
@@ -49,7 +50,7 @@ def drained(publisher: Publisher) -> list[Event]:
     return [event for numbered in publisher.drain() for event in numbered.batch.events]
 
 
-def stored(*digests: bytes, parent: bytes | None = None, medium: Any = "GPU",
+def stored(*digests: Hash, parent: Hash | None = None, medium: Any = "GPU",
            tokens: list[int] | None = None, **changes: Any) -> BlockStored:  # fmt: skip
     ids = list(range(2 * len(digests))) if tokens is None else tokens
     told = BlockStored(list(digests), parent, ids, 2, None, medium, None)
@@ -67,7 +68,7 @@ def test_a_chain_stored_in_one_tier_is_one_event() -> None:
     index = index_with()
     publisher = Publisher(index)
     one, two = extend(index, 1, 2, 3, 4)
-    names = [index.digest(one), index.digest(two)]
+    names: list[Hash] = [index.digest(one), index.digest(two)]
     assert drained(publisher) == [BlockStored(names, None, [1, 2, 3, 4], 2, None, "GPU", None)]
     (_, _, three) = extend(index, 1, 2, 3, 4, 5, 6)
     assert drained(publisher) == [
@@ -101,12 +102,12 @@ def test_removals_from_one_tier_are_one_event_and_children_go_first() -> None:
     names = [index.digest(node) for node in (one, two, three)]
     index.give_slot(two, 0)
     drained(publisher)
-    index.lose_owner(two, OWNER)
-    index.lose_owner(one, OWNER)
+    index.lose_owner(two, OWNER, why=Loss.CLOSED)
+    index.lose_owner(one, OWNER, why=Loss.CLOSED)
     assert drained(publisher) == [
-        BlockRemoved([names[1], names[2]], "GPU"),
-        BlockRemoved([names[1]], "CPU"),
-        BlockRemoved([names[0]], "GPU"),
+        BlockRemoved([names[1], names[2]], "GPU", reason="closed"),
+        BlockRemoved([names[1]], "CPU", reason="cut"),
+        BlockRemoved([names[0]], "GPU", reason="closed"),
     ]
 
 
@@ -157,7 +158,7 @@ def test_a_handover_says_nothing_and_a_clear_says_so() -> None:
     index.lose_owner(extend(index, 1, 2)[0], OWNER, heir="another")
     assert drained(publisher) == []
     index.retire()
-    assert drained(publisher) == [AllBlocksCleared()]
+    assert drained(publisher) == [AllBlocksCleared("cleared")]
 
 
 def test_batches_are_numbered_without_gaps() -> None:
@@ -175,57 +176,6 @@ def test_batches_are_numbered_without_gaps() -> None:
     (last,) = publisher.drain()
     assert (last.number, last.batch.ts, last.batch.data_parallel_rank) == (3, 3.0, 3)
     assert replay([*told, last]).blocks == Replica.of(index).blocks
-
-
-# On the wire.
-
-
-def test_the_wire_has_the_shape_that_routers_read() -> None:
-    """Arrays, tagged, in the order of vLLM's fields; the number in a frame before it."""
-    index = index_with()
-    publisher = Publisher(index, rank=1)
-    (node,) = extend(index, 1, 2, identity=Identity(b"secret", "adapter"))
-    index.give_slot(node, 4)
-    digest = index.digest(node)
-    index.lose_owner(node, OWNER)
-    index.retire()
-    number, payload = encode(publisher.drain(ts=12.5)[0])
-    assert number == bytes(8)
-    assert msgspec.msgpack.decode(payload) == [
-        12.5,
-        [
-            ["BlockStored", [digest], None, [1, 2], 2, None, "GPU", "adapter", None],
-            ["BlockStored", [digest], None, [1, 2], 2, None, "CPU", "adapter", None],
-            ["BlockRemoved", [digest], "GPU"],
-            ["AllBlocksCleared"],
-        ],
-        1,
-    ]
-    assert b"secret" not in payload, "who reads events must not learn salts"
-
-
-def test_what_is_encoded_decodes() -> None:
-    index = index_with((1, 2, 3, 4))
-    publisher = Publisher(index)
-    index.retire()
-    for numbered in publisher.drain():
-        assert decode(*encode(numbered)) == numbered
-
-
-@pytest.mark.parametrize(
-    ("number", "payload", "message"),
-    [
-        (b"\0", b"", "has 1 bytes, not 8"),
-        (bytes(8), b"", "batch 0: "),
-        (bytes(7) + b"\5", msgspec.msgpack.encode([0.0, [["Unheard", []]]]), "batch 5: .*Unheard"),
-        (bytes(8), msgspec.msgpack.encode([0.0, [["BlockRemoved", [b"x"], "DISK"]]]), "DISK"),
-        (bytes(8), msgspec.msgpack.encode([0.0, [["BlockRemoved", ["x", 5], "GPU"]]]), "batch 0: "),
-        (bytes(8), msgspec.msgpack.encode([0.0]), "batch 0: "),
-    ],
-)
-def test_what_is_no_batch_is_refused(number: bytes, payload: bytes, message: str) -> None:
-    with pytest.raises(TraceError, match=message):
-        decode(number, payload)
 
 
 # What a replica refuses.
@@ -256,6 +206,12 @@ UNFIT: dict[str, tuple[list[Event], str]] = {
     "too few tokens": ([stored(D1, D2, tokens=[1, 2, 3])], "2 blocks of 2 tokens have 3 tokens"),
     "too few extra keys": ([stored(D1, D2, extra_keys=[None])], "and 1 extra keys"),
     "no block": ([stored()], "0 blocks"),
+    "another group's": ([stored(D1, group_idx=2)], "group 2; a replica follows group 0 alone"),
+    "another group's removal": ([CHAIN, BlockRemoved([D2], "GPU", 1)], "group 1; a replica"),
+    "a number twice": (
+        [stored(5, tokens=[0, 1]), stored(5, tokens=[0, 1])],
+        "event 1: 5 is stored twice",
+    ),
 }
 
 
@@ -278,6 +234,28 @@ def test_a_batch_that_is_not_the_next_is_refused(number: int) -> None:
     replica = replay([batch(CHAIN)])
     with pytest.raises(TraceError, match=f"batch {number}, but 1 is next"):
         replica.apply(batch(number=number))
+
+
+def test_a_clear_makes_what_was_missed_not_matter() -> None:
+    replica = replay([batch(CHAIN)])
+    with pytest.raises(TraceError):
+        replica.apply(batch(stored(D3), number=2))
+    with pytest.raises(TraceError, match="refused before"):
+        replica.apply(batch(stored(D3), AllBlocksCleared(), number=3))
+    replica.apply(batch(AllBlocksCleared(), stored(D3), number=7))
+    assert list(replica.blocks) == [D3]
+    replica.apply(batch(stored(D1), number=8))
+    with pytest.raises(TraceError, match="batch 8, but 9 is next"):
+        replica.apply(batch(AllBlocksCleared(), number=8))
+
+
+def test_the_replica_says_that_it_is_behind() -> None:
+    replica = replay([batch(CHAIN)])
+    assert not replica.behind
+    replica.apply(batch(AllBlocksCleared("lost", 9), number=1))
+    assert (replica.blocks, replica.behind) == ({}, True)
+    replica.apply(batch(AllBlocksCleared("snapshot"), stored(D1), number=2))
+    assert (list(replica.blocks), replica.behind) == ([D1], False)
 
 
 def test_a_block_is_known_until_its_last_tier_loses_it() -> None:
@@ -305,7 +283,7 @@ def test_a_stream_that_was_spoilt_is_noticed(name: str) -> None:
     index = index_with()
     publisher = Publisher(index)
     one, _ = extend(index, 1, 2, 3, 4)
-    index.lose_owner(one, OWNER)
+    index.lose_owner(one, OWNER, why=Loss.CLOSED)
     events = drained(publisher)
     SPOILT[name](events)
     with pytest.raises(TraceError, match=r"event [01]"):
@@ -362,19 +340,20 @@ def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:
         def stored(self, node: Node, medium: str) -> None:
             told.append(("stored", node.ordinal, medium))
 
-        def removed(self, node: Node, medium: str) -> None:
+        def removed(self, node: Node, medium: str, why: Loss) -> None:
             told.append(("removed", node.ordinal, medium))
 
-        def cleared(self) -> None:
+        def cleared(self, why: Loss) -> None:
             told.append(("cleared", 0, ""))
 
-    index.listen(Ear())
+    ear = Ear()
+    index.listen(ear)
     first, second = index.extend(Identity(), index.keys(token_bytes([1, 2])), "me")
     index.give_slot(second, 1)
     index.give_slot(first, 0, landed=False)
     told.clear()
-    index.lose_owner(second, "me")
-    index.lose_owner(first, "me")
+    index.lose_owner(second, "me", why=Loss.CLOSED)
+    index.lose_owner(first, "me", why=Loss.CLOSED)
     assert told == [("removed", 1, "GPU"), ("removed", 1, "CPU"), ("removed", 0, "GPU")]
     told.clear()
     index.land(first)
@@ -398,11 +377,11 @@ def test_a_publisher_that_is_closed_hears_nothing_more(open_manager: Open) -> No
 def test_law_22_notices(open_manager: Open) -> None:
     kv = open_manager()
     seq = said(kv, PROMPT)
-    assert kv.replayed is not None
+    assert isinstance(kv.replayed, Listening)
     assert kv.replayed() == []
     node = next(iter(kv.reuse.index))
     node.told = ()
-    kv.reuse.index.listeners[0].removed(node, "GPU")
+    kv.replayed.publisher.removed(node, "GPU", Loss.CLOSED)
     assert kv.replayed(), "something was told that is not so"
     kv.replayed = None
     seq.close()

@@ -14,12 +14,14 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from kvstate.blocks import Holder, Node, Place
+from kvstate.blocks import Holder, Loss, Node, Place
 from kvstate.errors import ConfigError, IllegalTransition
-from kvstate.events import Numbered, Publisher, Replica, decode, encode
+from kvstate.events import Numbered, decode, encode
 from kvstate.index import Index
 from kvstate.index_check import check
 from kvstate.keys import Extra, Identity, extra_bytes, token_bytes
+from kvstate.publisher import Publisher
+from kvstate.replica import Replica
 
 ME = Identity()
 BLOCK = 2
@@ -130,7 +132,7 @@ IDENTITIES = [
     Identity(salt=b"a", adapter=b"bc"),
     Identity(salt=Identity().code),
     Identity(adapter=-1),
-    Identity(adapter="\udc80"),
+    Identity(adapter="\x80"),
 ]
 
 
@@ -156,6 +158,7 @@ def test_equal_identities_are_one() -> None:
 @pytest.mark.parametrize(
     "fields",
     [{"salt": "text"}, {"salt": bytearray(b"s")}, {"adapter": True}, {"adapter": 1.0},
+     {"adapter": "\udc80"}, {"adapter": 2**64}, {"adapter": -(2**63) - 1},
      {"adapter": ("a",)}, {"weights_epoch": True}, {"weights_epoch": 1.0}, {"weights_epoch": None}],
 )  # fmt: skip
 def test_fields_of_another_type_are_refused(fields: dict[str, Any]) -> None:
@@ -167,7 +170,7 @@ def test_a_root_is_there_as_long_as_a_block() -> None:
     index = index_of((1, 2))
     index.match(Identity(b"other"), ids(1, 2))
     assert list(index._roots) == [ME.code]
-    index.lose_owner(index.match(ME, ids(1, 2))[0], A)
+    index.lose_owner(index.match(ME, ids(1, 2))[0], A, why=Loss.CLOSED)
     assert (list(index._roots), len(index), check(index)) == ([], 0, [])
 
 
@@ -349,20 +352,28 @@ def test_what_is_illegal_is_refused_and_changes_nothing() -> None:
         ("give_owner", "owner A owns it", lambda: index.give_owner(first, A)),
         ("give_slot", "it has slot 7", lambda: index.give_slot(first, 8)),
         ("give_slot", "slot 7 has block 0", lambda: index.give_slot(second, 7)),
-        ("lose_owner", "owner B does not own it", lambda: index.lose_owner(first, B)),
-        ("lose_owner", "sequence 1 holds it", lambda: index.lose_owner(second, A)),
-        ("lose_slot", "it has none", lambda: index.lose_slot(second)),
+        (
+            "lose_owner",
+            "owner B does not own it",
+            lambda: index.lose_owner(first, B, why=Loss.CLOSED),
+        ),
+        ("lose_owner", "sequence 1 holds it", lambda: index.lose_owner(second, A, why=Loss.CLOSED)),
+        ("lose_slot", "it has none", lambda: index.lose_slot(second, why=Loss.EVICTED)),
         ("hold", "sequence 1 holds it already", lambda: index.hold(second, ("sequence", 1))),
         ("release", "does not hold it", lambda: index.release(second, ("copy", 1))),
         ("release", "does not hold it", lambda: index.release(first, ("sequence", 1))),
     ]
     for event, reason, call in calls:
         refused(event, reason, call, index)
-    index.lose_owner(first, A)
+    index.lose_owner(first, A, why=Loss.CLOSED)
     refused("give_owner", "no owner", lambda: index.give_owner(first, None), index)
-    refused("lose_owner", "None does", lambda: index.lose_owner(first, A), index)
-    refused("lose_owner", "None does", lambda: index.lose_owner(first, None), index)
-    refused("lose_slot", "sequence 1 holds it", lambda: index.lose_slot(first), index)
+    refused("lose_owner", "None does", lambda: index.lose_owner(first, A, why=Loss.CLOSED), index)
+    refused(
+        "lose_owner", "None does", lambda: index.lose_owner(first, None, why=Loss.CLOSED), index
+    )
+    refused(
+        "lose_slot", "sequence 1 holds it", lambda: index.lose_slot(first, why=Loss.EVICTED), index
+    )
     index.release(second, ("sequence", 1))
     refused("release", "does not hold it", lambda: index.release(second, ("sequence", 1)), index)
 
@@ -373,7 +384,7 @@ def test_a_block_that_left_can_be_asked_for_nothing() -> None:
     first, second = index.match(ME, ids(1, 2, 3, 4))
     index.hold(second, ("copy", 1))
     index.release(second, ("copy", 1))
-    assert [cut.node for cut in index.lose_owner(first, A)] == [second]
+    assert [cut.node for cut in index.lose_owner(first, A, why=Loss.CLOSED)] == [second]
     again = index.insert(ME, ids(1, 2), B)
     assert again is not first
     for node in (first, second):
@@ -387,8 +398,8 @@ def test_a_block_that_left_can_be_asked_for_nothing() -> None:
             ("touch", lambda n=node: index.touch([again, n])),
             ("give_owner", lambda n=node: index.give_owner(n, A)),
             ("give_slot", lambda n=node: index.give_slot(n, 1)),
-            ("lose_owner", lambda n=node: index.lose_owner(n, A)),
-            ("lose_slot", lambda n=node: index.lose_slot(n)),
+            ("lose_owner", lambda n=node: index.lose_owner(n, A, why=Loss.CLOSED)),
+            ("lose_slot", lambda n=node: index.lose_slot(n, why=Loss.EVICTED)),
             ("hold", lambda n=node: index.hold(n, ("copy", 1))),
             ("release", lambda n=node: index.release(n, ("copy", 1))),
             ("digest", lambda n=node: index.digest(n)),
@@ -402,10 +413,10 @@ def test_the_last_bytes_take_what_is_below_with_them() -> None:
     (_, other) = index.match(ME, ids(1, 2, 7, 8))
     index.give_slot(third, 30)
     index.give_slot(first, 10)
-    assert index.lose_owner(first, A) == []
-    assert index.lose_slot(third) == []
+    assert index.lose_owner(first, A, why=Loss.CLOSED) == []
+    assert index.lose_slot(third, why=Loss.EVICTED) == []
     index.give_slot(third, 31)
-    cut = index.lose_slot(first)
+    cut = index.lose_slot(first, why=Loss.EVICTED)
     assert {(gone.node, gone.owner, gone.slot) for gone in cut} == {
         (second, A, None), (third, A, 31), (other, A, None),
     }  # fmt: skip
@@ -431,13 +442,13 @@ def test_a_hold_is_on_the_whole_prefix() -> None:
     index.hold(third, ("sequence", 2))
     index.hold(second, ("sequence", 1))
     assert [node.pins for node in (first, second, third)] == [1, 2, 2]
-    refused("lose_owner", "holds it", lambda: index.lose_owner(first, A), index)
+    refused("lose_owner", "holds it", lambda: index.lose_owner(first, A, why=Loss.CLOSED), index)
     index.release(third, ("sequence", 1))
     index.release(second, ("sequence", 1))
-    refused("lose_owner", "sequence 2", lambda: index.lose_owner(first, A), index)
+    refused("lose_owner", "sequence 2", lambda: index.lose_owner(first, A, why=Loss.CLOSED), index)
     index.release(third, ("sequence", 2))
     assert [node.pins for node in (first, second, third)] == [0, 0, 0]
-    assert len(index.lose_owner(first, A)) == 3
+    assert len(index.lose_owner(first, A, why=Loss.CLOSED)) == 3
 
 
 def test_digests_are_keyed_and_name_the_whole_prefix() -> None:
@@ -515,14 +526,14 @@ def test_a_child_on_the_gpu_keeps_a_parent_that_only_the_host_has() -> None:
     first, second = index.match(ME, ids(1, 2, 3, 4))
     index.give_owner(second, A)
     assert index.victims(9) == [second]
-    index.lose_slot(second)
+    index.lose_slot(second, why=Loss.EVICTED)
     assert index.victims(9) == []
     index.give_owner(first, B)
     assert index.victims(9) == [first], "a mirror: its bytes are on the GPU too"
     index.give_slot(second, 5)
     assert index.victims(9) == [second, first]
-    index.lose_owner(second, A)
-    index.lose_owner(first, B)
+    index.lose_owner(second, A, why=Loss.CLOSED)
+    index.lose_owner(first, B, why=Loss.CLOSED)
     assert index.victims(9) == [second, first]
     assert check(index) == []
 
@@ -532,7 +543,7 @@ def test_a_parent_becomes_a_victim_when_a_mirror_below_it_goes() -> None:
     first, second = index.match(ME, ids(1, 2, 3, 4))
     index.give_slot(second, 2)
     index.give_slot(first, 1)
-    index.lose_slot(second)
+    index.lose_slot(second, why=Loss.EVICTED)
     assert check(index) == []
     assert index.victims(9) == [first]
 
@@ -550,7 +561,7 @@ def test_blocks_that_come_and_go_do_not_fill_the_queue() -> None:
     index = Index(BLOCK)
     for at in range(1000):
         node = index.insert(ME, ids(at, at), slot=1)
-        index.lose_slot(node)
+        index.lose_slot(node, why=Loss.EVICTED)
     assert len(index._queue) < 200
     assert (index.victims(5), check(index)) == ([], [])
 
@@ -717,8 +728,8 @@ class Pair:
 
     def _lose(self, node: Node, tier: str) -> list[Any]:
         if tier == "slot":
-            return self.index.lose_slot(node)
-        return self.index.lose_owner(node, node.owner)
+            return self.index.lose_slot(node, why=Loss.EVICTED)
+        return self.index.lose_owner(node, node.owner, why=Loss.CLOSED)
 
     def compare(self) -> None:
         """Everything that can be asked has the same answer, and the events tell the same."""

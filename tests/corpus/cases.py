@@ -6,6 +6,7 @@ from typing import Final
 
 from tests.corpus.case import Case
 from tests.corpus.cases_admission import ADMISSION
+from tests.corpus.cases_events import EVENTS
 from tests.corpus.cases_eviction import EVICTION
 from tests.corpus.cases_failures import FAILURES
 from tests.corpus.cases_flight import FLIGHT
@@ -27,4 +28,5 @@ CASES: Final[tuple[Case, ...]] = (
     *MIRRORS,
     *EVICTION,
     *KEYS,
+    *EVENTS,
 )

@@ -259,8 +259,8 @@ EVICTION: Final = (
         fault=Fault(
             "what a prefix takes with it is not freed",
             "kvstate/lines.py",
-            "self.free(self._cut_all([node for node in lost if node.slot is None]))",
-            "self._cut_all([node for node in lost if node.slot is None])",
+            "                self.index.lose_owner(node, owner, why=why)\n        self.free(cut)\n",
+            "                self.index.lose_owner(node, owner, why=why)\n",
             "B32",
         ),
         config=config(spans="off"),

@@ -10,11 +10,12 @@ from itertools import combinations
 from typing import Final
 
 from kvstate import trace
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.errors import TraceError
-from kvstate.events import Publisher, Replica
 from kvstate.index import Index
 from kvstate.keys import Extras, Identity, token_bytes
+from kvstate.publisher import Publisher
+from kvstate.replica import Replica
 from tests.corpus.case import REACHED, Case, config, expect, found, grew, said, slots
 from tests.faults.planted import Fault
 
@@ -77,11 +78,11 @@ def _host_leaf() -> None:
     x, y, z = _chain(index, Identity())
     for slot, node in enumerate((x, y, z)):
         index.give_slot(node, slot)
-    index.lose_owner(x, OWNER)
-    index.lose_owner(y, OWNER)
+    index.lose_owner(x, OWNER, why=Loss.CLOSED)
+    index.lose_owner(y, OWNER, why=Loss.CLOSED)
     expect(REACHED, "tiers of z", z.media, ("GPU", "CPU"))
     expect(TIERS, "what may go", index.victims(9), [z])
-    index.lose_slot(z)
+    index.lose_slot(z, why=Loss.EVICTED)
     expect(TIERS, "what may go when only the GPU has z", index.victims(9), [])
 
 
@@ -103,8 +104,8 @@ def _tiers_are_apart() -> None:
     for slot, node in enumerate(nodes):
         index.give_slot(node, slot)
     _told(index, publisher, replica)
-    index.lose_slot(nodes[2])
-    index.lose_owner(nodes[0], OWNER)
+    index.lose_slot(nodes[2], why=Loss.CLOSED)
+    index.lose_owner(nodes[0], OWNER, why=Loss.CLOSED)
     _told(index, publisher, replica)
     expect(REACHED, "tiers", [node.media for node in nodes], [("CPU",), ("GPU", "CPU"), ("GPU",)])
 
@@ -202,9 +203,9 @@ KEYS: Final = (
         law=REPLAYS,
         fault=Fault(
             "a reset is not told",
-            "kvstate/events.py",
-            "        self._events.append(AllBlocksCleared())\n",
-            "        pass\n",
+            "kvstate/publisher.py",
+            "        self.events.append(AllBlocksCleared(why))\n",
+            "",
             "B158",
         ),
         config=config(),
@@ -222,9 +223,9 @@ KEYS: Final = (
         law=REPLAYS,
         fault=Fault(
             "removals are told together, whatever their tiers",
-            "kvstate/events.py",
-            "        if not isinstance(last, BlockRemoved) or last.medium != medium:\n",
-            "        if not isinstance(last, BlockRemoved):\n",
+            "kvstate/publisher.py",
+            "(last.medium, last.reason) != (medium, why)",
+            "last.reason != why",
             "B157",
         ),
         run=_tiers_are_apart,
@@ -235,7 +236,7 @@ KEYS: Final = (
         law=REPLAYS,
         fault=Fault(
             "what is there already is not told",
-            "kvstate/index.py",
+            "kvstate/telling.py",
             "            for medium in node.told:\n                listener.stored(node, medium)\n",
             "            pass\n",
             "B158",

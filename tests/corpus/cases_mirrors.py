@@ -347,7 +347,7 @@ MIRRORS: Final = (
             "a copy that failed counts as there",
             "kvstate/reuse.py",
             "            elif node.slot in slots and node.owner is not None:\n"
-            "                self.index.lose_slot(node)\n",
+            "                self.index.lose_slot(node, why=Loss.FAILED)\n",
             "",
             "B127",
         ),

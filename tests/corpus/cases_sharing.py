@@ -187,7 +187,7 @@ SHARING: Final = (
         fault=Fault(
             "a rewind leaves the index as it is",
             "kvstate/rewinding.py",
-            "        self.reuse.left(leaving)\n        self._shorten(",
+            "        self.reuse.left(leaving, Loss.REWOUND)\n        self._shorten(",
             "        self._shorten(",
             "B61",
         ),
@@ -279,8 +279,8 @@ SHARING: Final = (
         fault=Fault(
             "an evicted block stays in the index",
             "kvstate/lines.py",
-            "            for node in victims:\n                self.index.lose_slot(node)\n",
-            "",
+            "                self.index.lose_slot(node, why=Loss.EVICTED)\n",
+            "                pass\n",
             "B64",
         ),
         config=config(slots=2),
@@ -332,8 +332,8 @@ SHARING: Final = (
         fault=Fault(
             "who gives its bytes up stays in the index",
             "kvstate/lines.py",
-            "self.free(self._cut_all([node for node in lost if node.slot is None]))",
-            "pass",
+            "self._cut_all([node for node in lost if node.slot is None], why)",
+            "[0 for _ in lost[:0]]",
             "B67",
         ),
         config=config(),

@@ -108,7 +108,7 @@ SPANS: Final = (
         fault=Fault(
             "blocks with a copy on the host stay those of the span that went",
             "kvstate/lines.py",
-            "                self.index.lose_owner(node, owner)\n",
+            "                self.index.lose_owner(node, owner, why=why)\n",
             "                pass\n",
             "S13",
         ),
@@ -251,8 +251,8 @@ SPANS: Final = (
         fault=Fault(
             "what a span takes with it is not freed",
             "kvstate/lines.py",
-            "self.free(self._cut_all([node for node in lost if node.slot is None]))",
-            "self._cut_all([node for node in lost if node.slot is None])",
+            "                self.index.lose_owner(node, owner, why=why)\n        self.free(cut)\n",
+            "                self.index.lose_owner(node, owner, why=why)\n",
             "B32",
         ),
         config=config(slots=1, spans="all"),

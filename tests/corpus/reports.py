@@ -152,6 +152,9 @@ REPORTS: Final = {
     "B161": Report("ovg-project/kvcached#465", "memory is remapped under running kernels"),
     "B166": Report("sgl-project/sglang#38941", "two frees meet inside one page"),
     "B167": Report("LMCache/LMCache#5248", "only the last of several copies is waited for"),
+    "B171": Report("vllm-project/aibrix#2287", "a clear, or an end, is not told or not acted on"),
+    "B172": Report("vllm-project/vllm#42892", "fields of events lose their places"),
+    "B173": Report("sgl-project/sglang#8261", "an adapter has a name that events cannot carry"),
 }
 
 _WINDOW: Final = "windows of attention: their pages are dropped as a sequence goes on"

@@ -474,6 +474,20 @@ FAULTS = (
         "",
         "B136",
     ),
+    Fault(
+        "fields of an event in an array change places",
+        "kvstate/events.py",
+        "for name in always + maybe)]\n",
+        "for name in always[::-1] + maybe)]\n",
+        "B172",
+    ),
+    Fault(
+        "a snapshot tells of one tier only",
+        "kvstate/telling.py",
+        "            for medium in node.told:\n                listener.stored(",
+        "            for medium in node.told[:1]:\n                listener.stored(",
+        "B157",
+    ),
 )  # fmt: skip
 
 SEEN_BY_CASES = (
