@@ -37,6 +37,8 @@ class Loss(StrEnum):
     """Its sequence was closed, or the manager."""
     DROPPED = "dropped"
     """Its sequence was dropped."""
+    UNARRIVED = "unarrived"
+    """Its sequence left before the copy that should have brought it had arrived."""
     REWOUND = "rewound"
     """Its sequence took its tokens back."""
     FAILED = "failed"
@@ -139,6 +141,16 @@ class Cut(NamedTuple):
     node: Node
     owner: object | None
     slot: int | None
+
+
+class Lost(NamedTuple):
+    """A block that cannot be found any more."""
+
+    serial: int
+    tenant: bytes
+    path: tuple[bytes, ...]
+    """The keys of the blocks up to it."""
+    why: Loss
 
 
 class Listener(Protocol):

@@ -30,6 +30,7 @@ import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from hashlib import blake2b
+from typing import cast
 
 import numpy as np
 
@@ -39,6 +40,7 @@ from kvstate.blocks import (
     Entry,
     Holder,
     Loss,
+    Lost,
     Node,
     Place,
     Root,
@@ -77,6 +79,10 @@ class Index(Telling):
         self._roots: dict[bytes, Root] = {}
         self._count = self._serial = 0
         self._queue: list[Entry] = []
+        self.losses: Counter[Loss] = Counter()
+        """Blocks that cannot be found any more, by reason."""
+        self.mourners: tuple[list[Lost], ...] = ()
+        """Lists that each of them is added to, for checks that read and empty them."""
         self.uncopied: Uncopied | None = None
         """Blocks that are to have a copy on the host and have none, if all are to have one."""
 
@@ -362,6 +368,10 @@ class Index(Telling):
         """A new epoch of the weights begins, and nothing that is there is found any more: listeners
         are to forget everything, and hear nothing of those blocks again. They stay until whoever
         has them leaves. O(blocks)."""
+        for node in self.walk():
+            assert node.root is not None
+            if node.root.identity.weights_epoch == self.epoch:
+                self._note(node, Loss.CLEARED)
         self.epoch += 1
         if self.uncopied is not None:
             self.uncopied = Uncopied()
@@ -497,7 +507,10 @@ class Index(Telling):
         owner = node.owner
         for one in (*below, node):
             with_it = one is node or (owner is not None and one.owner is owner)
-            self._hide(one, why if with_it else Loss.CUT)
+            reason = why if with_it else Loss.CUT
+            self._hide(one, reason)
+            if root.identity.weights_epoch == self.epoch:
+                self._note(one, reason)
             self._forget(one)
         del (root.children if parent is None else parent.children)[node.key]
         if parent is not None:
@@ -505,6 +518,19 @@ class Index(Telling):
         elif not root.children:
             del self._roots[root.identity.code]
         return cut
+
+    def _note(self, node: Node, why: Loss) -> None:
+        """A block that could be found cannot be found any more."""
+        self.losses[why] += 1
+        if self.mourners:
+            assert node.root is not None
+            path, step = list[bytes](), cast("Node | None", node)
+            while step is not None:
+                path.append(step.key)
+                step = step.parent
+            code = node.root.identity.code
+            for mourner in self.mourners:
+                mourner.append(Lost(node.serial, code, tuple(path[::-1]), why))
 
     def _empty_slot(self, node: Node) -> None:
         if node.slot is not None:

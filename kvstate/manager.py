@@ -253,12 +253,14 @@ class Manager(Rewinding):
         leaving = self._leaving(event, seq, passage)
         leaves = leaves | self.spans.passing(passage)
         plan, slots = self._plan_leave(event, seq, after, leaves, leaving)
+        why = self._why_lost(event, seq)
         self._fence(seq, after)
         try:
             self.actor.run(plan)
         except DeviceError:
             if not plan.room:
                 raise
+            why = Loss.FAILED
             log.warning("%s: what it committed could not be kept", seq)
             leaving = self.reuse.leaving(seq, 0, passage, retains=bool(leaving.retained))
             plan, slots = self._plan_leave(event, seq, after, leaves, leaving)
@@ -276,7 +278,13 @@ class Manager(Rewinding):
         else:
             self.reuse.keep(leaving.kept, slots, plan.token)
         seq.transfer, seq.slots = None, ()
-        self.reuse.left(leaving, Loss.CLOSED if event is _CLOSE else Loss.DROPPED)
+        self.reuse.left(leaving, why)
+
+    def _why_lost(self, event: ObjectEvent, seq: Sequence) -> Loss:
+        """Why blocks are lost that the sequence has and cannot leave to another."""
+        if seq.loading and not seq.slots:
+            return Loss.UNARRIVED
+        return Loss.CLOSED if event is _CLOSE else Loss.DROPPED
 
     def _leaving(self, event: ObjectEvent, seq: Sequence, passage: Passage | None) -> Leaving:
         """What it means for the index, once there is room on the host for what can be kept there:

@@ -49,6 +49,8 @@ class Stats:
     outlives them: kept_blocks, evicted_blocks and promotions, in blocks; remaps and
     spilled_frames, in frames; spilled_spans. Of the device: host_bytes_moved, quiesces,
     failed_copies, late_completions."""
+    losses: dict[str, int]
+    """Blocks that cannot be found any more, by reason; see `kvstate.Loss`."""
     device_calls: dict[str, int]
 
     def as_dict(self) -> dict[str, Any]:
@@ -74,6 +76,7 @@ def stats(kv: Manager) -> Stats:
         transfers_in_flight=len(kv.flight.transfers),
         refusals={k.removeprefix(refused): n for k, n in counters.items() if k.startswith(refused)},
         done={k: n for k, n in counters.items() if not k.startswith(refused)},
+        losses={why.value: count for why, count in kv.reuse.index.losses.items()},
         device_calls=dict(kv.device.calls),
     )
 

@@ -24,7 +24,7 @@ Writers = tuple[tuple[int, int], ...]
 """(count, key) runs of those who wrote some tokens."""
 
 
-BlockKey = tuple[bytes, str]
+BlockKey = tuple[bytes, bytes]
 """The ids of a block's tokens, and what else it depends on."""
 
 
@@ -52,6 +52,8 @@ class Library:
         self._names: dict[object, dict[BlockKey, int]] = {}
         """A number for each block, by the one before it (or the root) and its key."""
         self._writers: list[list[Writers]] = []
+        self.parents: dict[int, int] = {}
+        """The block before each one that is not the first."""
 
     def enter(self, story: Story) -> None:
         """Blocks of the story may have become full."""
@@ -63,10 +65,24 @@ class Library:
             name = names.setdefault(key, len(self._writers))
             if name == len(self._writers):
                 self._writers.append([])
+                self.parents.update({name: story.path[-1]} if story.path else {})
             story.path.append(name)
             writers = story.writers(start, start + size)
             if writers not in self._writers[name]:
                 self._writers[name].append(writers)
+
+    def find(self, above: object, key: BlockKey) -> int | None:
+        """The block with that key behind another one, or first of a root."""
+        return self._names.get(above, {}).get(key)
+
+    def path(self, story: Story, tokens: Ids) -> list[int]:
+        """The blocks that these tokens fill whole, if they are said by a story like that one."""
+        found: list[int] = []
+        for at in range(len(tokens) // self.block_tokens):
+            name = self.find(story.above(found), self._key(story, at, tokens))
+            assert name is not None, "they were entered"
+            found.append(name)
+        return found
 
     def candidates(self, story: Story, blocks: int) -> list[list[Writers]]:
         """Who may have written each of the first blocks of the story's prompt; and its path."""
@@ -92,7 +108,7 @@ class Library:
     def _key(self, story: Story, block: int, tokens: Ids) -> BlockKey:
         start = block * self.block_tokens
         ids = tokens[start : start + self.block_tokens]
-        return ids.tobytes(), story.extras.get(block, "")
+        return ids.tobytes(), story.extras.get(block, b"")
 
 
 def _first(writers: Writers, tokens: int) -> Writers:
@@ -141,7 +157,7 @@ class Story:
     block_tokens: int = 1
     path: list[int] = field(factory=list)
     """What the library calls its full known blocks."""
-    extras: dict[int, str] = field(factory=dict)
+    extras: dict[int, bytes] = field(factory=dict)
     """What some of its blocks depend on besides tokens."""
     born: Any = None
     """The call that made it."""

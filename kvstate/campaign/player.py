@@ -21,6 +21,8 @@ import numpy as np
 from attrs import define, field
 
 from kvstate import trace
+from kvstate.blocks import Lost
+from kvstate.campaign.kept import Kept
 from kvstate.campaign.legal import is_legal
 from kvstate.campaign.model import Broken, Ids, Library, SegmentRow, Story, packed
 from kvstate.campaign.reading import begin, host_rows, publish
@@ -33,7 +35,7 @@ from kvstate.errors import (
     KvStateError,
     LawViolation,
 )
-from kvstate.keys import Adapter
+from kvstate.keys import Adapter, Identity, extra_bytes
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws, observe
 from kvstate.order_device import ordered
@@ -125,6 +127,9 @@ class Player:
         self.seqs: dict[int, Played] = {}
         self.steps: dict[int, Launch] = {}
         self.library = Library(header.config.tokens_per_block)
+        self.kept = Kept(self.library)
+        self._losses: list[Lost] = []
+        self.kv.reuse.index.mourners += (self._losses,)
         self.texts: deque[tuple[Story, list[int]]] = deque(maxlen=12)
         """What sequences have lately said, and their stories."""
         self.bytes_verified = 0
@@ -261,19 +266,17 @@ class Player:
     # One method a call: the manager first, then what the model learns from it.
 
     def _create(self, call: trace.Create) -> None:
-        salt, adapter = bytes.fromhex(call.salt), _adapter(call.adapter)
-        fields = call.extra_keys.items()
-        extras = {int(at): tuple(map(bytes.fromhex, found)) for at, found in fields}
+        salt, adapter, extras = bytes.fromhex(call.salt), _adapter(call.adapter), _extras(call)
         seq = self.kv.create(
             call.prompt, call.max_tokens, salt=salt, adapter=adapter, extra_keys=extras,
             commit=call.commit, reserve=call.reserve,
         )  # fmt: skip
-        block, tenant = self.config.tokens_per_block, repr((salt, adapter)).encode()
+        block, tenant = self.config.tokens_per_block, _tenant(salt, adapter)
         story = Story(
             seq.uid, call.max_tokens, tenant, call.commit, prompt=call.prompt, block_tokens=block
         )
         story.born = call
-        story.extras = {int(at): ",".join(found) for at, found in fields}
+        story.extras = {at: extra_bytes(found) for at, found in extras.items()}
         self.seqs[call.seq] = Played(seq, story)
 
     def _fork(self, call: trace.Fork) -> None:
@@ -290,7 +293,10 @@ class Player:
         stream = self.streams[call.stream % STREAMS]
         seq = self.kv.dummy(call.tokens, stream)
         self._learn()
-        story = Story(seq.uid, call.tokens, b"", committing=False, undefined=True, phase="ACTIVE")
+        story = Story(
+            seq.uid, call.tokens, _tenant(), committing=False, undefined=True, phase="ACTIVE"
+        )
+        story.born = trace.Create(seq=call.seq, max_tokens=call.tokens, commit=False)
         story.write(call.tokens)
         story.settled = call.tokens
         self.seqs[call.seq] = Played(seq, story, stream)
@@ -305,6 +311,7 @@ class Player:
         played.story.phase, played.stream = "ACTIVE", stream
         if fresh:
             played.story.epoch = self.epoch
+            self._enter_tenant(played.story)
         if fresh and played.seq.matched_tokens:
             begin(self.kv, self.library, played.seq, played.story, self._audit_stream)
 
@@ -391,7 +398,10 @@ class Player:
 
     def _name(self, story: Story, tokens: list[int]) -> None:
         story.name(tokens)
+        before = len(story.path)
         self.library.enter(story)
+        if story.epoch == self.epoch:
+            self.kept.commit(story, before)
         self.texts.append((story, list(story.tokens)))
 
     def _commiteach(self, call: trace.CommitEach) -> None:
@@ -486,6 +496,7 @@ class Player:
             self._check_story(played)
             self._check_rest(played)
         self._check_scrubbed()
+        self._check_kept_blocks()
 
     def _check_kept(self, held: Ledger | None) -> None:
         """Nothing was released that something in flight might still read; copies may have ended."""
@@ -554,6 +565,32 @@ class Player:
             left = self.device.strays([place], _SCRUBBED)
             raise Broken("scrub", f"{left} bytes at {place.address:#x} were left readable")
 
+    def _check_kept_blocks(self) -> None:
+        """What was committed and not given up is found, unless copies are on their way."""
+        self.kept.lose(self._losses)
+        self._losses.clear()
+        if self.kv.flight.transfers or not self.kv.reuse.enabled:
+            return
+        stories = [played.story for played in self.seqs.values()]
+        for line in self.kept.missing(stories, self.epoch, self._would_find):
+            raise Broken("forgotten", line)
+
+    def _enter_tenant(self, story: Story) -> None:
+        """The index has a name for the tenant of a story."""
+        born = story.born
+        identity = Identity(bytes.fromhex(born.salt), _adapter(born.adapter), story.epoch)
+        self.kept.roots[identity.code] = story.above([])
+
+    def _would_find(self, story: Story, tokens: Ids) -> int:
+        """What a newcomer like the story would have of these tokens, one more behind them."""
+        born = story.born
+        extras = _extras(born)
+        salt, adapter = bytes.fromhex(born.salt), _adapter(born.adapter)
+        prompt = [*tokens, 0]
+        found = self.kv.probe_reuse(prompt, salt=salt, adapter=adapter, extra_keys=extras)
+        block = self.config.tokens_per_block
+        return found - found % block
+
     def _same(self, what: str, found: object, wanted: object) -> None:
         if found != wanted:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
@@ -563,6 +600,15 @@ def _adapter(adapter: int | str | None) -> Adapter:
     if isinstance(adapter, str) and adapter.startswith("hex:"):
         return bytes.fromhex(adapter[4:])
     return adapter
+
+
+def _tenant(salt: bytes = b"", adapter: Adapter = None) -> bytes:
+    return repr((salt, adapter)).encode()
+
+
+def _extras(call: trace.Create) -> dict[int, tuple[bytes, ...]]:
+    fields = call.extra_keys.items()
+    return {int(at): tuple(map(bytes.fromhex, found)) for at, found in fields}
 
 
 def _violated(broken: LawViolation) -> Broken:
