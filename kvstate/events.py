@@ -180,7 +180,7 @@ def decode(number: bytes, batch: bytes) -> Numbered:
     try:
         named = _named_batch(msgspec.msgpack.decode(batch))
         return Numbered(found, msgspec.convert(named, EventBatch, builtin_types=(bytes,)))
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise TraceError(f"batch {found}: {error}") from error
 
 

@@ -17,6 +17,7 @@ blocks, in the middle of whatever call is next).
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Final
 
 from kvstate.blocks import Loss, Medium, Node
 from kvstate.errors import ConfigError, IllegalTransition
@@ -42,7 +43,7 @@ from kvstate.index import Index
 from kvstate.keys import Adapter
 from kvstate.threads import Owner
 
-MOST_PENDING_BLOCKS = 1 << 16
+MOST_PENDING_BLOCKS: Final = 1 << 16
 """Some 86 MB with blocks of 32 tokens, which is 1.3 KB a block."""
 
 
@@ -108,7 +109,7 @@ class Script:
         self._changes += 1
         if not self.behind and self._changes > self.most_changes:
             self.behind, self.loss = True, self.loss or AllBlocksCleared(LOST, 0)
-            self._lose(sum(len(getattr(event, "block_hashes", "1")) for event in self.events))
+            self._lose(sum(_changes(event) for event in self.events))
             self.events = []
         return self.behind
 
@@ -120,7 +121,7 @@ class Script:
     def batches(self, time: float | None, rank: int | None, size: int | None) -> list[Numbered]:
         """All of it, up to `size` events in each batch."""
         events = ([] if self.loss is None else [self.loss]) + self.events
-        size = size or max(1, len(events))
+        size = max(1, size or len(events))
         cuts = [events[at : at + size] for at in range(0, len(events), size)]
         return [
             Numbered(number, EventBatch(float(number) if time is None else time, cut, rank))
@@ -233,6 +234,10 @@ class Publisher:
     def _check(self, call: str) -> None:
         if self.owner is not None:
             self.owner.check("the events", call, "OPEN")
+
+
+def _changes(event: Event) -> int:
+    return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
 
 
 def _int_names(index: Index) -> Callable[[Node], Hash]:

@@ -334,17 +334,17 @@ def test_a_router_hears_of_tiers_when_the_bytes_are_there(open_manager: Open) ->
 
 def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:
     """The host has a block, the one before it is still on the way there."""
-    index, told = Index(1), []
+    index, told = Index(1), list[tuple[str, int, str]]()
 
     class Ear:
         def stored(self, node: Node, medium: str) -> None:
             told.append(("stored", node.ordinal, medium))
 
         def removed(self, node: Node, medium: str, why: Loss) -> None:
-            told.append(("removed", node.ordinal, medium))
+            told.append((why, node.ordinal, medium))
 
         def cleared(self, why: Loss) -> None:
-            told.append(("cleared", 0, ""))
+            told.append((why, 0, ""))
 
     ear = Ear()
     index.listen(ear)
@@ -354,7 +354,7 @@ def test_a_block_is_not_told_while_the_one_before_it_is_nowhere() -> None:
     told.clear()
     index.lose_owner(second, "me", why=Loss.CLOSED)
     index.lose_owner(first, "me", why=Loss.CLOSED)
-    assert told == [("removed", 1, "GPU"), ("removed", 1, "CPU"), ("removed", 0, "GPU")]
+    assert told == [("closed", 1, "GPU"), ("cut", 1, "CPU"), ("closed", 0, "GPU")]
     told.clear()
     index.land(first)
     assert told == [("stored", 0, "CPU"), ("stored", 1, "CPU")]

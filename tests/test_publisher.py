@@ -35,6 +35,7 @@ from kvstate.publisher import MOST_PENDING_BLOCKS, Publisher
 from kvstate.replica import Replica, replay
 from tests.conftest import Open, small
 from tests.test_events import OWNER, drained, extend, index_with
+from tests.test_retained import begun
 from tests.test_reuse import PROMPT, go_on, said
 
 IDS = (1, 2, 3, 4, 5, 6)
@@ -61,7 +62,7 @@ def test_a_publisher_that_nobody_holds_stops_listening(open_manager: Open) -> No
         assert listeners(index) == known + 1
         del events
         assert gone() is None, "nothing refers back to it"
-        assert listeners(index) == known
+        assert listeners(index) == len(index._ears) == known
     finally:
         gc.enable()
     said(kv, [7, 7]).close()
@@ -128,11 +129,11 @@ def test_what_is_kept_is_bounded(open_manager: Open) -> None:
         said(kv, PROMPT, salt=b"%d" % next(salts)).close()
         kv.poll()
         kv.clear_reuse()
-        assert sum(map(_changes, events._script.events)) <= 12
+        assert sum(map(changes, events._script.events)) <= 12
     events.close()
 
 
-def _changes(event: Event) -> int:
+def changes(event: Event) -> int:
     return 1 if isinstance(event, AllBlocksCleared) else len(event.block_hashes)
 
 
@@ -245,6 +246,7 @@ def test_a_drain_that_raises_takes_nothing() -> None:
         publisher.drain("noon")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="noon"):
         publisher.snapshot("noon")  # type: ignore[arg-type]
+    publisher.most_events = -1
     (batch,) = publisher.drain(2.5)
     assert (batch.number, batch.batch.ts) == (0, 2.5)
     assert replay([batch]).blocks == Replica.of(index).blocks
@@ -322,7 +324,7 @@ def test_a_snapshot_is_a_clear_and_what_is_there() -> None:
     events = [event for one in told for event in one.batch.events]
     assert events[0] == AllBlocksCleared(SNAPSHOT)
     assert {type(event) for event in events[1:]} == {BlockStored}
-    assert sum(map(_changes, events)) == 1 + 4 + 1
+    assert sum(map(changes, events)) == 1 + 4 + 1
     assert publisher.drain() == [], "what was not drained is in it"
     assert publisher.number == 3
 
@@ -416,6 +418,28 @@ def _closed_and(last: Callable[[Manager], object], kv: Manager) -> None:
     last(kv)
 
 
+def _moved(kv: Manager) -> None:
+    """A rewind into memory that another maps goes on in another range."""
+    first = said(kv, PROMPT)
+    kv.create([*PROMPT[:4], 9], 16).resume()
+    first.rewind(1)
+
+
+def _behind_the_host(kv: Manager) -> None:
+    """Only parked memory has the block behind those of the host, which wants their room (see
+    tests/test_retained.py)."""
+    first, second = begun(kv, PROMPT), begun(kv, PROMPT)
+    go_on(kv, first, PROMPT[:4])
+    hog = kv.create(max_tokens=8, commit=False)
+    hog.resume()
+    go_on(kv, hog, [7] * 8)
+    first.drop()
+    go_on(kv, second, PROMPT[:6])
+    second.close()
+    kv.poll()
+    hog.suspend()
+
+
 def _pressed(kv: Manager) -> None:
     said(kv, PROMPT).close()
     kv.poll()
@@ -428,6 +452,17 @@ PROGRAMS: dict[str, tuple[dict[str, Any], Callable[[Manager], object], list[Any]
     "closed, and kept": ({}, lambda kv: said(kv, PROMPT).close(), [LEFT]),
     "dropped": ({}, lambda kv: said(kv, PROMPT).drop(), [("GPU", "dropped", 4)]),
     "rewound": ({}, lambda kv: said(kv, PROMPT).rewind(3), [("GPU", "rewound", 3)]),
+    "rewound, and moved": ({}, _moved, [("GPU", "rewound", 2)]),
+    "evicted, what was retained behind it": (
+        {"retain": True, "spans": "off", "slots": 4, "write_through": "on_commit"},
+        _behind_the_host,
+        [
+            ("GPU", "dropped", 2),
+            ("CPU", "evicted", 1),
+            ("GPU", "evicted", 1),
+            ("CPU", "evicted", 2),
+        ],
+    ),
     "evicted": ({"slots": 4}, _pressed, [LEFT, ("CPU", "evicted", 4), LEFT]),
     "suspended": (
         {"write_through": "on_commit"},
@@ -517,11 +552,20 @@ def test_closing_tells_routers() -> None:
     assert closed(kv, publisher) == ([AllBlocksCleared("closed")], {})
 
 
-@pytest.mark.parametrize("config", [{}, {"spans": "all"}, {"retain": True, "spans": "off"}])
+@pytest.mark.parametrize(
+    "config",
+    [
+        {},
+        {"spans": "all"},
+        {"spans": "all", "write_through": "on_commit"},
+        {"retain": True, "spans": "off"},
+    ],
+)
 def test_closing_with_sequences_open_tells_routers(config: dict[str, Any]) -> None:
+    """Nothing that the host still has is told while the GPU gives its memory back."""
     kv = Manager(small(**config), HostDevice())
     publisher = kv.events()
-    said(kv, PROMPT)
+    _mirrored(kv)
     said(kv, [7, 7], salt=b"x").suspend()
     told, known = closed(kv, publisher)
     assert known == {}
