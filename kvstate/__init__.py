@@ -8,6 +8,8 @@ See `Manager` for the calls, `kvstate.spec` for the tables and the laws.
 
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.errors import (
+    ArgumentError,
+    ArgumentTypeError,
     CapacityError,
     ConfigError,
     DeadView,
@@ -27,6 +29,8 @@ from kvstate.stats import Stats
 from kvstate.tensors import TensorView
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "Batch",
     "CapacityError",
     "Config",

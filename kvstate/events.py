@@ -30,6 +30,7 @@ from kvstate.errors import TraceError
 from kvstate.index import Index
 from kvstate.keys import Adapter
 from kvstate.threads import Owner
+from kvstate.values import number, whole
 
 Number = Annotated[int, Meta(ge=0)]
 NUMBER_BYTES: Final = 8
@@ -120,7 +121,9 @@ class Publisher:
     def __init__(
         self, index: Index, rank: int | None = None, most_events: int | None = None
     ) -> None:
-        self.index, self.rank, self.most_events = index, rank, most_events
+        self.index = index
+        self.rank = None if rank is None else whole("rank", rank)
+        self.most_events = None if most_events is None else whole("most_events", most_events, 1)
         self.number = 0
         """Of the next batch."""
         self._events: list[Event] = []
@@ -164,6 +167,7 @@ class Publisher:
         """The batches since the last drain: none if nothing happened; several if there are more
         than `most_events` events. `ts` is the caller's time."""
         self._check("drain")
+        ts = None if ts is None else number("ts", ts)
         events, self._events = self._events, []
         size, batches = self.most_events or max(1, len(events)), []
         for at in range(0, len(events), size):

@@ -22,8 +22,9 @@ from numpy.lib import NumpyVersion
 
 from kvstate.arena import Range
 from kvstate.config import DTYPE_BYTES
-from kvstate.errors import ConfigError, DeadView, IllegalTransition
+from kvstate.errors import ArgumentError, ConfigError, DeadView, IllegalTransition
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
+from kvstate.values import whole
 
 if TYPE_CHECKING:
     from kvstate.sequence import Sequence
@@ -238,10 +239,15 @@ class TensorView:
 def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:
     """K and V of a layer; see `Manager.tensors`."""
     memory, geometry = seq.kv.device.memory, seq.kv.geometry
-    count = seq.scheduled_tokens if tokens is None else tokens
-    reason = _refusal(seq, layer, count)
-    if reason is not None:
+    layer = whole("layer", layer, 0, geometry.layer_count - 1)
+    longest = seq.kv.config.max_tokens
+    count = seq.scheduled_tokens if tokens is None else whole("tokens", tokens, 0, longest)
+    if seq.base is None:
+        reason = "it has no GPU memory; resume it first"
         raise IllegalTransition(str(seq), "tensors", seq.state_name, reason)
+    if count > seq.capacity_tokens:
+        most = f"from 0 to {seq.capacity_tokens}, its capacity; resize it first for more"
+        raise ArgumentError(f"{seq}: tensors: {count} tokens is not {most}")
     if memory is None:
         name = seq.kv.device.name
         raise ConfigError(f"the {name} device has no memory; open a host or a cuda device")
@@ -249,24 +255,12 @@ def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, Te
     size = DTYPE_BYTES[spec.dtype]
     shape = (count, spec.kv_heads, spec.head_dim)
     strides = (geometry.row_bytes, spec.head_dim * size, size)
-    address, stay = seq.base or 0, Stay.of(seq)
+    address, stay = seq.base, Stay.of(seq)
     k, v = (
         TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
         for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
     )
     return k, v
-
-
-def _refusal(seq: Sequence, layer: int, tokens: int) -> str | None:
-    """Why there is no such view, in words."""
-    layers, most = seq.kv.geometry.layer_count, seq.capacity_tokens
-    if seq.base is None:
-        return "it has no GPU memory; resume it first"
-    if not 0 <= layer < layers:
-        return f"layer {layer} is not from 0 to {layers - 1}"
-    if not 0 <= tokens <= most:
-        return f"{tokens} tokens is not from 0 to {most}, its capacity; resize it first for more"
-    return None
 
 
 def tensors_held(seq: Sequence) -> int:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import lcm
-from typing import Any
+from typing import Any, Final
 
 import pytest
 from hypothesis import given
@@ -21,30 +22,41 @@ def config(**changes: Any) -> Config:
     return Config(**(fields | changes))
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"layers": []}, "layers is empty"),
-        ({"layers": [LayerSpec(8, 128, "int3")]}, "dtype 'int3' is unknown; use"),
-        ({"layers": [LayerSpec(0, 128)]}, "LayerSpec.kv_heads is 0; it must be at least 1"),
-        ({"gpu": GpuTier(1 << 34, 1 << 21, -1)}, "map_ahead_frames is -1"),
-        ({"gpu": GpuTier(1 << 20)}, "budget_bytes 1048576 is less than one frame of 2097152"),
-        ({"gpu": GpuTier(1 << 34, 5000)}, "frame_bytes is 5000: not a multiple of 4096"),
-        ({"host": HostTier(4096)}, "the host tier of 4096 bytes holds no block of 4194304"),
-        ({"tokens_per_block": 0}, "Config.tokens_per_block is 0"),
-        ({"max_tokens": 1.5}, "Config.max_tokens is 1.5"),
-        ({"max_utilization_for_resume": 0.0}, r"0.0: not in \(0, 1\]"),
-        ({"gpu": GpuTier(1 << 34, arena_bytes=1 << 22)}, "too small for one sequence of 32768"),
-        (
-            {"layers": [LayerSpec(1, 8)], "tokens_per_block": 1, "max_tokens": 1 << 28,
-             "gpu": GpuTier(1 << 34, arena_bytes=1 << 60)},
-            "more than 2147483647 slots",
+REFUSED: Final[list[tuple[Callable[[], object], str]]] = [
+    (lambda: config(layers=[]), "Config.layers is empty"),
+    (lambda: LayerSpec(8, 128, "int3"), "LayerSpec.dtype is 'int3': one of float32, float16"),
+    (lambda: LayerSpec(0, 128), "LayerSpec.kv_heads is 0, an int: a whole number from 1 to"),
+    (lambda: GpuTier(1 << 34, 1 << 21, -1), "GpuTier.map_ahead_frames is -1"),
+    (lambda: config(gpu=GpuTier(1 << 20)), "1048576 is less than one frame of 2097152"),
+    (lambda: config(gpu=GpuTier(1 << 34, 5000)), "frame_bytes is 5000: not a multiple of 4096"),
+    (lambda: config(host=HostTier(4096)), "tier of 4096 bytes holds no block of 4194304"),
+    (lambda: config(tokens_per_block=0), "Config.tokens_per_block is 0"),
+    (lambda: config(max_tokens=1.5), "Config.max_tokens is 1.5, a float"),
+    (lambda: config(max_utilization_for_resume=0.0), "0.0, a float: a number above 0 to 1 is"),
+    (lambda: GpuTier(1 << 34, protected_share=1), "share is 1, an int: a number from 0 to below 1"),
+    (
+        lambda: config(gpu=GpuTier(1 << 34, arena_bytes=1 << 22)),
+        "too small for one sequence of 32768",
+    ),
+    (
+        lambda: config(
+            layers=[LayerSpec(1, 8)], tokens_per_block=1, max_tokens=1 << 28,
+            gpu=GpuTier(1 << 34, arena_bytes=1 << 60),
         ),
-    ],
-)  # fmt: skip
-def test_what_cannot_work_is_refused(changes: dict[str, Any], message: str) -> None:
+        "more than 2147483647 slots",
+    ),
+    (lambda: config(host=HostTier(1 << 60)), "a host tier of 274877906944 slots of 4194304 bytes"),
+    (
+        lambda: config(max_sequences=1 << 20, tokens_per_block=4096),
+        "max_sequences 1048576 blocks of 4096 tokens have more than 2147483647",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("make", "message"), REFUSED)
+def test_what_cannot_work_is_refused(make: Callable[[], object], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        config(**changes)
+        make()
 
 
 def test_an_8b_model() -> None:

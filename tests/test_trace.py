@@ -107,8 +107,7 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     }  # fmt: skip
     refused = [record for record in records if record.get("error")]
     assert [(r["call"], r["error"]) for r in refused] == [
-        ("resize", "IllegalTransition"), ("create", "IllegalTransition"),
-        ("commit", "IllegalTransition"),
+        ("resize", "IllegalTransition"), ("create", "ArgumentError"), ("commit", "ArgumentError"),
     ]  # fmt: skip
     path = tmp_path / "run.jsonl"
     path.write_bytes(b"".join(lines))
