@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from typing import Any, Final
@@ -19,7 +20,7 @@ import numpy as np
 
 from kvstate import trace
 from kvstate.blocks import CPU, GPU
-from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.errors import ArgumentError, CapacityError, KvStateError, LawViolation, TraceError
 from kvstate.events import Replica, decode, encode
 from kvstate.keys import Extras
 from kvstate.manager import Manager
@@ -31,7 +32,7 @@ from kvstate.spec.facts import View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.tensors import tensors_held
-from kvstate.values import LARGEST, counts, ids
+from kvstate.values import LARGEST, counts, ids, shown
 from kvstate.view import view
 
 log = logging.getLogger("kvstate")
@@ -214,7 +215,7 @@ class Recorder:
         """Write down one call and what it raised. A call that made nothing names 0."""
         polled, quiesced = self.kv.flight.polled, self.kv.flight.quiesced
         call = msgspec.structs.replace(
-            self._told(name, args, result, error),
+            self._refused(name, args, error) if error else self._makers[name](args, result),
             error=None if error is None else type(error).__name__,
             ended=[(token, ok) for token, ok in polled],
             failed=[token for token, ok in quiesced if not ok],
@@ -223,15 +224,13 @@ class Recorder:
         quiesced.clear()
         self.sink(trace.encode(call) + b"\n")
 
-    def _told(self, name: str, args: dict[str, Any], result: Any, error: Any) -> trace.Call:
-        """The call as it was made; of one that was refused, at least that."""
-        try:
-            call = self._makers[name](args, result)
-            return call if error is None else trace.decode_call(trace.encode(call), 0)
-        except Exception:
-            if error is None:
-                raise
-            return trace.Refused(name=name, said=str(error))
+    def _refused(self, name: str, args: dict[str, Any], error: KvStateError) -> trace.Call:
+        """A call that raised: as any other, or in words if it was not even looked at, or only to
+        find that its arguments will not do."""
+        if not isinstance(error, ArgumentError):
+            with suppress(Exception):
+                return trace.decode_call(trace.encode(self._makers[name](args, None)), 0)
+        return trace.Refused(name=name, arguments={key: shown(one) for key, one in args.items()})
 
     def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
         tokens = seq.max_tokens if seq else args["max_tokens"] or 0

@@ -216,11 +216,11 @@ class Trim(Call, frozen=True, kw_only=True):
 
 
 class Refused(Call, frozen=True, kw_only=True):
-    """A call that was refused, and whose arguments no other record can tell: the `name` of the
-    method, and what was `said`. Nothing happened, and in a replay nothing does."""
+    """A call of that name that was refused for its arguments, which may be anything: they are only
+    told. A replay passes over it."""
 
     name: str
-    said: str
+    arguments: dict[str, str] = {}
 
 
 AnyCall = (
