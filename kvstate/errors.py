@@ -110,6 +110,10 @@ class DeadView(KvStateError, BufferError):
         super().__init__(f"{view} is dead: {reason}; take a new one with tensors()")
 
 
+class NotCopied(ArgumentError, BufferError):
+    """A tensor view was asked for a copy, or for itself on another device."""
+
+
 class TraceError(KvStateError, ValueError):
     """A trace cannot be read; names the line and what is wrong with it."""
 

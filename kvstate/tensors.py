@@ -22,9 +22,16 @@ from numpy.lib import NumpyVersion
 
 from kvstate.arena import Range
 from kvstate.config import DTYPE_BYTES
-from kvstate.errors import ArgumentError, ConfigError, DeadView, IllegalTransition
+from kvstate.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConfigError,
+    DeadView,
+    IllegalTransition,
+    NotCopied,
+)
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
-from kvstate.values import whole
+from kvstate.values import described, flag, whole
 
 if TYPE_CHECKING:
     from kvstate.sequence import Sequence
@@ -167,7 +174,7 @@ class TensorView:
 
     def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
         """Refuse, where numpy would otherwise wrap the view itself as an object."""
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{self}: numpy cannot take {self.dtype} in {self.memory[0]} memory without a copy; "
             "torch.from_dlpack can"
         )
@@ -186,12 +193,14 @@ class TensorView:
     ) -> Any:
         """A capsule over the memory, versioned if the consumer takes that.
 
-        Any `stream` will do, and none is waited for (see above). Raises BufferError if a copy or
-        another device is asked for, and DeadView, which is one.
+        Any `stream` will do, and none is waited for (see above). Raises NotCopied if a copy or
+        another device is asked for, and DeadView: both are BufferErrors.
         """
         self._check_alive()
-        if copy or dl_device not in (None, self.__dlpack_device__()):
-            raise BufferError(f"{self} is {self.memory}, and is not copied")
+        max_version = _pair("max_version", max_version)
+        elsewhere = _pair("dl_device", dl_device) not in (None, self.__dlpack_device__())
+        if elsewhere or (copy is not None and flag("copy", copy)):
+            raise NotCopied(f"{self} is {self.memory}, and is not copied")
         export = _Export(self, self._interface())
         options: dict[str, Any] = {"max_version": max_version} if _TAKES_VERSION else {}
         capsule: Any = np.asarray(export).__dlpack__(**options)
@@ -234,6 +243,15 @@ class TensorView:
         ended = self.ended
         if ended is not None:
             raise DeadView(str(self), ended)
+
+
+def _pair(name: str, value: Any) -> tuple[int, int] | None:
+    """Two numbers, as DLPack has them."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ArgumentTypeError(f"{name} is {described(value)}: a tuple of two numbers is wanted")
+    return whole(f"{name}[0]", value[0]), whole(f"{name}[1]", value[1])
 
 
 def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:

@@ -4,14 +4,27 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import lcm
+from pathlib import Path
 from typing import Any, Final
 
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstate import Config, ConfigError, GpuTier, HostTier, LayerSpec
+from kvstate import (
+    ArgumentError,
+    ArgumentTypeError,
+    Config,
+    ConfigError,
+    GpuTier,
+    HostTier,
+    LayerSpec,
+    Manager,
+    trace,
+)
 from kvstate.config import Geometry
+from kvstate.gpu import NullDevice, open_device
 from tests.conftest import small
 
 LAYER = LayerSpec(kv_heads=8, head_dim=128, count=32)
@@ -97,3 +110,77 @@ def test_similar_sequences_get_equal_extents() -> None:
     sizes = Geometry(small(max_tokens=8000))
     extents = {sizes.extent(tokens) for tokens in range(4096, 8000)}
     assert len(extents) <= 5
+
+
+# Every field, every argument.
+
+TINY: Final = LayerSpec(1, 256, "float16")
+GPU: Final = GpuTier(1 << 20, 1 << 12)
+FIELDS: Final[list[tuple[Callable[..., object], str, Any]]] = [
+    (HostTier, "size_bytes", -1), (HostTier, "size_bytes", float("nan")),
+    (GpuTier, "map_ahead_frames", 2.5), (GpuTier, "reclaim_frames", "2"),
+    (GpuTier, "protected_share", float("nan")), (GpuTier, "copy_share", True),
+    (GpuTier, "arena_bytes", 1.5), (GpuTier, "frame_bytes", None),
+    (Config, "scrub", "off"), (Config, "retain", []), (Config, "adopt", 1),
+    (Config, "partial_blocks", None), (Config, "tokens_per_block", True), (Config, "host", {}),
+    (Config, "gpu", None), (Config, "layers", TINY), (Config, "layers", {TINY}),
+    (Config, "max_tokens", 2**31), (Config, "max_sequences", 2**21), (Config, "spans", True),
+    (Config, "max_utilization_for_resume", float("inf")), (Config, "write_through", "ON_FREE"),
+    (LayerSpec, "dtype", ["float16"]), (LayerSpec, "count", 2.0),
+]  # fmt: skip
+PLAIN: Final[dict[Any, dict[str, Any]]] = {
+    HostTier: {"size_bytes": 1 << 20},
+    GpuTier: {"budget_bytes": 1 << 20},
+    Config: {"layers": [TINY], "gpu": GPU},
+    LayerSpec: {"kv_heads": 1, "head_dim": 64},
+}
+
+
+@pytest.mark.parametrize(("kind", "name", "value"), FIELDS)
+def test_every_field_says_what_it_takes(kind: Any, name: str, value: Any) -> None:
+    with pytest.raises(ConfigError, match=rf"{kind.__name__}\.{name}.* is .*wanted"):
+        kind(**(PLAIN[kind] | {name: value}))
+
+
+def test_fields_keep_plain_numbers(tmp_path: Path) -> None:
+    """Of numpy's, so that what is worked out from them does not overflow, and a header can be
+    written."""
+    kinds: dict[str, Any] = {"layer": LayerSpec, "gpu": GpuTier, "all": Config}
+    layer = kinds["layer"](np.int8(1), np.uint16(256), "float16", np.int64(1))
+    gpu = kinds["gpu"](np.int32(1 << 20), np.int16(1 << 12), copy_share=np.float32(0.5))
+    config = kinds["all"]([layer], gpu, tokens_per_block=np.int8(4), retain=np.True_)
+    numbers = (layer.kv_heads, layer.head_dim, gpu.budget_bytes, gpu.copy_share)
+    assert [type(one) for one in numbers] == [int, int, int, float]
+    assert (config.retain, config.tokens_per_block) == (True, 4)
+    trace.write(tmp_path / "x.jsonl", trace.Header(kvstate_trace=1, config=config), [])
+    assert trace.read(tmp_path / "x.jsonl")[0].config == config
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"kind": None}, "kind is None: a str is wanted"), ({"kind": b"host"}, "kind is b'host'"),
+     ({"streams": ["eager"]}, "streams is"), ({"seed": -1}, "seed is -1"), ({"seed": 1.5}, "seed"),
+     ({"limit_s": 0}, "limit_s is 0, an int: a number above 0"), ({"limit_s": "60"}, "limit_s is"),
+     ({"limit_s": float("nan")}, "limit_s is nan")],
+)  # fmt: skip
+def test_a_device_is_opened_with_what_it_takes(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ArgumentError, match=message):
+        open_device(**({"kind": "null"} | arguments))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [({"config": None}, "config is None: a Config is wanted"), ({"device": "host"}, "object that"),
+     ({"device": NullDevice}, "device is <class"), ({"debug": 1}, "debug is 1, an int: True or"),
+     ({"debug": 0.01}, "debug is 0.01"), ({"order": "no"}, "order is 'no'"),
+     ({"record": "trace.jsonl"}, "record is 'trace.jsonl'")],
+)  # fmt: skip
+def test_a_manager_takes_its_device_over_or_leaves_it_alone(
+    arguments: dict[str, Any], message: str
+) -> None:
+    device = NullDevice()
+    plain: dict[str, Any] = {"config": small(), "device": device}
+    with pytest.raises(ArgumentTypeError, match=message):
+        Manager(**(plain | arguments))
+    assert not device.calls
+    device.close()
