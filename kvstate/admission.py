@@ -123,11 +123,9 @@ class Admission(Stepping):
         return seq
 
     def _longest(self, max_tokens: int | None, default: int) -> int:
-        return (
-            default
-            if max_tokens is None
-            else whole("max_tokens", max_tokens, 1, self.config.max_tokens)
-        )
+        if max_tokens is None:
+            return default
+        return whole("max_tokens", max_tokens, 1, self.config.max_tokens)
 
     # Looking up.
 

@@ -68,7 +68,7 @@ Adapter = str | bytes | int | None
 
 
 def _salt(salt: Any) -> bytes:
-    found = plain(salt)
+    found = salt if type(salt) is bytes else plain(salt)
     if type(found) is not bytes:
         raise ArgumentTypeError(f"salt is {described(salt)}: bytes are wanted")
     return found
@@ -76,7 +76,7 @@ def _salt(salt: Any) -> bytes:
 
 def _adapter(adapter: Any) -> Adapter:
     """As events and traces can carry it. Raises ArgumentError."""
-    found = plain(adapter)
+    found = None if adapter is None else plain(adapter)
     if found is None or type(found) is bytes:
         return found
     if issubclass(type(found), str):

@@ -209,7 +209,7 @@ class Stepping(Core):
         self._enter(batch, Batch)
         columns, block = self.columns, self.config.tokens_per_block
         ids = values.ids("tokens", tokens)
-        if len(ids) != len(batch):
+        if len(ids) != len(batch.rows):
             raise ArgumentError(
                 f"tokens has {len(ids)} ids: one for each of {len(batch)} is wanted"
             )

@@ -38,6 +38,7 @@ ID_LOW: Final = -(1 << 31)
 ID_HIGH: Final = (1 << 31) - 1
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _UNORDERED: Final = (set, frozenset, Mapping)
+_INTS: Final = list[int]
 
 _short: Final = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
@@ -87,7 +88,7 @@ def number(
 
 def flag(name: str, value: object) -> bool:
     """True or False, and nothing that only counts as one of them."""
-    found = plain(value)
+    found = value if type(value) is bool else plain(value)
     if type(found) is not bool:
         raise ArgumentTypeError(f"{name} is {described(value)}: True or False is wanted")
     return found
@@ -152,12 +153,13 @@ def ids(name: str, value: object) -> npt.NDArray[np.int32]:
 
 def counts(name: str, value: object, size: int, high: int | Wide, *, one: bool = False) -> Wide:
     """A row of `size` whole numbers from 0 to `high`, or to that of the same place; or `one` for
-    all of them, as an array of no dimension. Always a copy. Cost: a few passes in numpy."""
+    all of them, as an array of no dimension. What is int64 already is not copied. Cost: a few
+    passes in numpy."""
     found = _integers(name, value, 0, LARGEST if isinstance(high, np.ndarray) else high)
     if found.shape != (size,) and not (one and not found.ndim):
         wanted = f"one number{' for all, or one' if one else ''} for each of {size} is wanted"
         raise ArgumentError(f"{name} has the shape {found.shape}: {wanted}")
-    wide = found.astype(np.int64)  # what is too large for that comes out negative
+    wide = found.astype(np.int64, copy=False)  # what is too large for that comes out negative
     most = high.view(np.uint64) if isinstance(high, np.ndarray) else np.uint64(high)
     wrong = wide.view(np.uint64) > most
     if np.count_nonzero(wrong):
@@ -225,8 +227,8 @@ def _items(
 ) -> npt.NDArray[Any]:
     """One by one, but for what has nothing but plain ints in it, which one call finds out."""
     try:
-        items = list(value)
-        return np.array(msgspec.convert(items, list[int]), np.int64)
+        items = value if isinstance(value, list | tuple) else list(value)
+        return np.array(msgspec.convert(items, _INTS), np.int64)
     except (msgspec.ValidationError, OverflowError):
         pass
     except Exception as error:  # a sequence of somebody else's, whose own code says no

@@ -98,10 +98,7 @@ def test_a_message_is_short_whatever_the_value(name: str) -> None:
         assert len(str(caught.value)) < 300
 
 
-def test_ids_that_are_int32_are_not_copied_and_lists_are_not_kept() -> None:
-    row = np.arange(4, dtype=np.int32)
+def test_what_is_as_it_must_be_is_not_copied() -> None:
+    row, numbers = np.arange(4, dtype=np.int32), np.arange(4)
     assert ids("n", row) is row
-    given = np.arange(4)
-    taken = counts("n", given, 4, LARGEST)
-    given[0] = 99
-    assert taken.tolist() == [0, 1, 2, 3]
+    assert counts("n", numbers, 4, LARGEST) is numbers

@@ -459,6 +459,9 @@ def test_a_batch_counts_what_it_is_told(open_manager: Loose) -> None:
     assert batch.counts(3)[batch.rows].tolist() == [3, 3]
     assert batch.counts(3) is batch.counts(3)
     assert batch.counts(np.int64(3)) is not batch.counts([3, 4])
-    assert batch.counts([3, 4])[batch.rows].tolist() == [3, 4]
+    given = np.array([3, 4])
+    taken = batch.counts(given)
+    given[0] = 9
+    assert taken[batch.rows].tolist() == [3, 4], "whatever becomes of what was given"
     for wrong in (-1, 17, [1], [1, 17], 1.0):
         refused(kv, "tokens", batch.counts, wrong)
