@@ -116,7 +116,7 @@ def able(name: str, value: object, calls: Sequence[str]) -> None:
     """An object that has these calls, and is no class of such objects."""
     missing = [call for call in calls if not callable(getattr(value, call, None))]
     if missing or isinstance(value, type):
-        wanted = f"an object that can {', '.join(calls)} is wanted"
+        wanted = f"an object with {', '.join(calls)} is wanted"
         raise ArgumentTypeError(f"{name} is {described(value)}: {wanted}")
 
 

@@ -154,7 +154,10 @@ def _value(name: str, make: Callable[[World, World], Any], tags: str = "", twin:
 
 
 def _fixed(value: Any, tags: str = "", twin: str = "") -> None:
-    _value(repr(value), lambda here, there: value, tags, twin)
+    name = repr(value)
+    if isinstance(value, np.generic):  # which numpy shows in one way or another
+        name = f"{type(value).__name__}({value.item()!r})"
+    _value(name, lambda here, there: value, tags, twin)
 
 
 _fixed(None, "none")

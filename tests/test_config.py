@@ -170,7 +170,7 @@ def test_a_device_is_opened_with_what_it_takes(arguments: dict[str, Any], messag
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
-    [({"config": None}, "config is None: a Config is wanted"), ({"device": "host"}, "object that"),
+    [({"config": None}, "config is None: a Config is wanted"), ({"device": "host"}, "with reserve"),
      ({"device": NullDevice}, "device is <class"), ({"debug": 1}, "debug is 1, an int: True or"),
      ({"debug": 0.01}, "debug is 0.01"), ({"order": "no"}, "order is 'no'"),
      ({"record": "trace.jsonl"}, "record is 'trace.jsonl'")],

@@ -230,6 +230,13 @@ FAULTS = (
         "B65",
     ),
     Fault(
+        "a wrong number is told as a wrong state",
+        "kvstate/core.py",
+        '            raise ArgumentError(f"{seq}: {event}:',
+        "            from kvstate.errors import IllegalTransition\n"
+        '            raise IllegalTransition(str(seq), event, seq.state_name, f"{event}:',
+    ),
+    Fault(
         "another tenant's prefix is found",
         "kvstate/admission.py",
         "identity = Identity(salt, adapter, self.reuse.epoch)\n",
