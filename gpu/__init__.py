@@ -9,6 +9,8 @@ from kvstate.device import ByteDevice
 from kvstate.errors import ConfigError, KvStateError
 from kvstate.gpu.host import HostDevice
 from kvstate.gpu.null import NullDevice
+from kvstate.gpu.streams import checked
+from kvstate.values import instance, number
 
 KINDS: Final = ("auto", "cuda", "host", "null")
 
@@ -24,9 +26,11 @@ def open_device(
     that the order of streams and events allows: `latest`, `pct` or `adversarial`, see
     `kvstate.gpu.streams` (on CUDA all three mean: delayed by kernels that only take time). On CUDA,
     what has not ended after waiting `limit_s` seconds is taken for never to end; a simulated device
-    knows at once.
+    knows at once. Raises ArgumentError, and ConfigError for a device that is not there.
     """
     name, ordinal = named(kind)
+    streams, seed = checked(streams, seed)
+    limit_s = number("limit_s", limit_s, 0, above=True)
     if name == "auto":
         name = "host" if why_no_cuda() else "cuda"
     if name == "cuda":
@@ -38,8 +42,9 @@ def open_device(
 
 def named(kind: str) -> tuple[str, int]:
     """A kind and an ordinal from a name such as `cuda:1`. Raises ConfigError if it is none."""
-    name, _, ordinal = kind.partition(":")
-    if name not in KINDS or (ordinal and not (name == "cuda" and ordinal.isdecimal())):
+    name, _, ordinal = instance("kind", kind, str).partition(":")
+    numbered = name == "cuda" and ordinal.isdecimal() and len(ordinal) < 10
+    if name not in KINDS or (ordinal and not numbered):
         raise ConfigError(f"there is no device {kind!r}; choose one of {', '.join(KINDS)}")
     return name, int(ordinal or 0)
 

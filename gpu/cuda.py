@@ -44,8 +44,9 @@ from kvstate.gpu.driver import Driver
 from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
 from kvstate.gpu.stopper import Stopper
-from kvstate.gpu.streams import MODES
+from kvstate.gpu.streams import checked
 from kvstate.spec.facts import Ledger
+from kvstate.values import number, whole
 
 log = logging.getLogger("kvstate")
 
@@ -110,8 +111,9 @@ class CudaDevice(Books):
         """
         super().__init__()
         self.closed = True
-        if streams not in MODES:
-            raise ConfigError(f"there is no stream mode {streams!r}; choose of {', '.join(MODES)}")
+        ordinal = whole("ordinal", ordinal)
+        streams, seed = checked(streams, seed)
+        limit_s = number("limit_s", limit_s, 0, above=True)
         self.driver = driver = Driver(ordinal)
         if not driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"CUDA device {ordinal} has no virtual memory management")

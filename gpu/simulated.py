@@ -14,7 +14,7 @@ from functools import partial
 from kvstate.device import Completion, CopyRun, Direction, Event, Stream, UnmapRun
 from kvstate.errors import DeviceError, DeviceFault
 from kvstate.gpu.books import Books
-from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams
+from kvstate.gpu.streams import SimulatedEvent, SimulatedStream, Streams, checked
 from kvstate.spec.facts import Ledger
 
 log = logging.getLogger("kvstate")
@@ -25,7 +25,7 @@ class SimulatedDevice(Books, ABC):
 
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__()
-        self.streams = Streams(streams, seed)
+        self.streams = Streams(*checked(streams, seed))
         self._passed = SimulatedEvent(self, frozenset())
         self._default = self.streams.new("default")
         self._copy_streams = {

@@ -26,8 +26,8 @@ from typing import Final, Protocol
 
 from attrs import define, field
 
-from kvstate.errors import ConfigError
 from kvstate.spec.facts import Work
+from kvstate.values import one_of, whole
 
 MODES: Final = ("eager", "latest", "pct", "adversarial")
 """The simplest first."""
@@ -160,10 +160,13 @@ class Pct:
         return self.priorities[stream]
 
 
+def checked(mode: object, seed: object) -> tuple[str, int]:
+    """A mode and a seed, as a caller has passed them. Raises ArgumentError."""
+    return one_of("streams", mode, MODES), whole("seed", seed)
+
+
 def order_of(mode: str, seed: int) -> Order:
-    """The order of a mode. Raises ConfigError if there is none of that name."""
-    if mode not in MODES:
-        raise ConfigError(f"there is no stream mode {mode!r}; choose one of {', '.join(MODES)}")
+    """The order of a mode."""
     if mode == "adversarial":
         return Adversarial(seed)
     return Pct(seed) if mode == "pct" else Latest()

@@ -8,6 +8,8 @@ See `Manager` for the calls, `kvstate.spec` for the tables and the laws.
 
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.errors import (
+    ArgumentError,
+    ArgumentTypeError,
     CapacityError,
     ConfigError,
     DeadView,
@@ -17,6 +19,7 @@ from kvstate.errors import (
     IllegalTransition,
     KvStateError,
     LawViolation,
+    NotCopied,
     OutOfFrames,
     OutOfRows,
     TraceError,
@@ -27,6 +30,8 @@ from kvstate.stats import Stats
 from kvstate.tensors import TensorView
 
 __all__ = [
+    "ArgumentError",
+    "ArgumentTypeError",
     "Batch",
     "CapacityError",
     "Config",
@@ -42,6 +47,7 @@ __all__ = [
     "LawViolation",
     "LayerSpec",
     "Manager",
+    "NotCopied",
     "OutOfFrames",
     "OutOfRows",
     "Sequence",

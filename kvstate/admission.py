@@ -20,8 +20,8 @@ from kvstate import runs
 from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Stream
-from kvstate.errors import IllegalTransition, KvStateError, OutOfRows
-from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, extra_bytes, token_bytes
+from kvstate.errors import KvStateError, OutOfRows
+from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, checked_extras, token_bytes
 from kvstate.lines import source_of
 from kvstate.plan import Plan, Run
 from kvstate.runs import runs_of
@@ -31,6 +31,7 @@ from kvstate.spec.compiled import MACHINES, ObjectRow
 from kvstate.spec.page import ALIASED
 from kvstate.spec.sequence import ACTIVE
 from kvstate.stepping import Stepping
+from kvstate.values import flag, whole
 
 if TYPE_CHECKING:
     from kvstate.manager import Manager
@@ -67,14 +68,6 @@ class Start:
     """Whole blocks that are copied and not mapped."""
 
 
-def _checked(extra_keys: Extras | None) -> Extras:
-    """The extra keys of some blocks. Raises ConfigError for what is none."""
-    found = dict(extra_keys or {})
-    for extra in found.values():
-        extra_bytes(extra)
-    return found
-
-
 class Admission(Stepping):
     """The calls that admit sequences and give them memory."""
 
@@ -91,23 +84,24 @@ class Admission(Stepping):
     ) -> Sequence:
         """Admit a sequence of at most `max_tokens` tokens. It holds no memory yet.
 
-        `prompt_tokens` is anything that numpy makes one row of int32 of. Its longest prefix that
+        `prompt_tokens` is one row of int32 (see `values.ids`). Its longest prefix that
         somebody has comes with `resume`; `matched_tokens` says how long that is, now as a forecast
         (it may be gone by then, report B79), afterwards for sure. `salt` names its tenant and
         `adapter` its adapter: nothing is found across them. `extra_keys` says of blocks, by their
         number, what their bytes depend on besides tokens (the digest of an image, say). With
         `commit=False` its blocks stay writable and private. With `reserve` it is let in only if all
         its `max_tokens` fit beside what others have reserved or hold, and then it never waits for
-        memory in the middle. Raises OutOfRows, or OutOfFrames if it could not even run alone
-        (report B140).
+        memory in the middle. Raises ArgumentError, OutOfRows, or OutOfFrames if it could not even
+        run alone (report B140).
         """
         self._enter()
-        prompt = token_bytes(() if prompt_tokens is None else prompt_tokens)
-        extras = _checked(extra_keys)
+        prompt = b"" if prompt_tokens is None else token_bytes(prompt_tokens, "prompt_tokens")
+        tokens = self._longest(max_tokens, self.config.max_tokens)
+        extras = checked_extras(extra_keys, self.geometry.blocks(tokens))
         identity = Identity(salt, adapter, self.reuse.epoch)
-        tokens = self.config.max_tokens if max_tokens is None else max_tokens
-        seq = self._admit(prompt, tokens, identity, extras, commit=commit)
-        seq.reserves = reserve
+        commits, reserves = flag("commit", commit), flag("reserve", reserve)
+        seq = self._admit(prompt, tokens, identity, extras, commit=commits)
+        seq.reserves = reserves
         seq.matched_tokens = self._tokens(self._match_of(seq))
         return seq
 
@@ -115,9 +109,6 @@ class Admission(Stepping):
         self, prompt: bytes, tokens: int, identity: Identity, extras: Extras, *,
         commit: bool,
     ) -> Sequence:  # fmt: skip
-        if not 0 < tokens <= self.config.max_tokens:
-            reason = f"max_tokens is {tokens}, not from 1 to {self.config.max_tokens}"
-            raise IllegalTransition("a new sequence", "create", "CREATED", reason)
         frames = self.geometry.frames(tokens)
         if frames > self.gpu.budget_frames:
             raise self._refused(self._short(f"a sequence of {tokens} tokens", frames, "limit"))
@@ -130,6 +121,11 @@ class Admission(Stepping):
         seq.extras = extras
         self.sequences[seq.uid] = seq
         return seq
+
+    def _longest(self, max_tokens: int | None, default: int) -> int:
+        if max_tokens is None:
+            return default
+        return whole("max_tokens", max_tokens, 1, self.config.max_tokens)
 
     # Looking up.
 
@@ -146,8 +142,10 @@ class Admission(Stepping):
         Changes nothing, not even what is used least.
         """
         self._enter()
-        prompt, identity = token_bytes(prompt_tokens), Identity(salt, adapter, self.reuse.epoch)
-        found = self._look_up(identity, prompt, _checked(extra_keys), self.config.max_tokens)
+        prompt, epoch = token_bytes(prompt_tokens, "prompt_tokens"), self.reuse.epoch
+        longest = self.config.max_tokens
+        extras = checked_extras(extra_keys, self.geometry.blocks(longest))
+        found = self._look_up(Identity(salt, adapter, epoch), prompt, extras, longest)
         return self._tokens(found)
 
     def _match_of(self, seq: Sequence) -> Match:
@@ -189,7 +187,8 @@ class Admission(Stepping):
         nor do spans that may be given up.
         Changes nothing.
         """
-        return self._admits(max(1, self.geometry.frames(capacity_tokens)))
+        tokens = whole("capacity_tokens", capacity_tokens)
+        return self._admits(max(1, self.geometry.frames(tokens)))
 
     def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
         if not self._running:
@@ -213,15 +212,16 @@ class Admission(Stepping):
         """How many more sequences of that length could all run to their end now, if each maps the
         same `shared_tokens` that somebody has already. Whole frames are shared, as in `resume`."""
         self._enter()
-        unit = self.spans.unit_frames
-        shared = self.geometry.whole_frames(shared_tokens) // unit * unit
-        each = max(1, self.geometry.frames(max_tokens) - shared)
+        tokens, unit = whole("max_tokens", max_tokens, 1), self.spans.unit_frames
+        alike = whole("shared_tokens", shared_tokens, 0, tokens)
+        shared = self.geometry.whole_frames(alike) // unit * unit
+        each = max(1, self.geometry.frames(tokens) - shared)
         one = not self._running and self._unpromised(competing=False) >= each
         return max(int(one), self._unpromised(competing=True) // each)
 
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
-        frames = self.gpu.budget_frames // max(1, sequences)
+        frames = self.gpu.budget_frames // whole("sequences", sequences, 1)
         return min(self.config.max_tokens, self.geometry.tokens(frames))
 
     # Beginning.
@@ -251,8 +251,9 @@ class Admission(Stepping):
         fails later, the new one is DROPPED.
         """
         self._enter(parent)
+        tokens = self._longest(max_tokens, parent.max_tokens)
+        self.device.check_stream(stream)
         self._legal(_FORK, parent)
-        tokens = parent.max_tokens if max_tokens is None else max_tokens
         least = max(1, parent.length_tokens)
         self._check_length(parent, "fork", least, tokens, self.config.max_tokens)
         child = self._admit(

@@ -7,14 +7,17 @@ unused rest are reported.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from hashlib import blake2b
 from math import gcd, lcm
-from typing import Final
+from typing import Any, Final
 
-from attrs import field, frozen
+from attrs import Attribute, field, frozen
+from attrs.converters import optional as to_optional
+from attrs.validators import optional
 
-from kvstate.errors import ConfigError
+from kvstate.errors import ArgumentError, ConfigError
+from kvstate.values import LARGEST, article, flag, in_order, instance, number, one_of, plain, whole
 
 DTYPE_BYTES: Final = {
     "float32": 4, "float16": 2, "bfloat16": 2, "float8_e4m3fn": 1, "float8_e5m2": 1, "int8": 1,
@@ -27,16 +30,63 @@ WRITE_THROUGH: Final = ("on_free", "on_commit", "off")
 SPANS: Final = ("shared", "all", "off")
 SIXTEENTH: Final = 16
 """A block is a multiple of this part of a frame, which keeps lcm(frame, block) small."""
+MOST_SEQUENCES: Final = 1 << 20
+"""Every step goes over all rows."""
+
+Check = Callable[[Any, "Attribute[Any]", Any], None]
+
+
+def _checked(check: Callable[..., object], *wanted: Any, **ends: bool) -> Check:
+    """A validator of a field. It says which class and field, as ConfigError."""
+
+    def validate(thing: Any, attribute: Attribute[Any], value: Any) -> None:
+        try:
+            check(f"{type(thing).__name__}.{attribute.name}", value, *wanted, **ends)
+        except ArgumentError as error:
+            raise ConfigError(str(error)) from error
+
+    return validate
+
+
+# The type checker learns from converters what a field takes.
+
+
+def _int(value: int) -> int:
+    return plain(value)
+
+
+def _float(value: float) -> float:
+    return plain(value)
+
+
+def _bool(value: bool) -> bool:
+    return plain(value)
+
+
+def _str(value: str) -> str:
+    return plain(value)
+
+
+def _bytes(value: bytes) -> bytes:
+    return plain(value)
+
+
+_COUNT: Final = _checked(whole, 1, INT31)
+_COUNT_FROM_0: Final = _checked(whole, 0, INT31)
+_BYTES: Final = _checked(whole, 1, LARGEST)
+_FLAG: Final = _checked(flag)
 
 
 @frozen
 class LayerSpec:
-    """The KV shape of `count` equal attention layers."""
+    """The KV shape of `count` equal attention layers. Raises ConfigError."""
 
-    kv_heads: int
-    head_dim: int
-    dtype: str = "bfloat16"
-    count: int = 1
+    kv_heads: int = field(converter=_int, validator=_COUNT)
+    head_dim: int = field(converter=_int, validator=_COUNT)
+    dtype: str = field(
+        default="bfloat16", converter=_str, validator=_checked(one_of, tuple(DTYPE_BYTES))
+    )
+    count: int = field(default=1, converter=_int, validator=_COUNT)
 
     @property
     def token_bytes(self) -> int:
@@ -61,27 +111,38 @@ class GpuTier:
     kept for the prefixes that were shared last, while more than one sequence runs. While at least
     `copy_share` of it would be free or parked after that, a prefix is copied instead of mapped,
     unless a parked range has it mapped already: a copy into mapped memory takes less time than
-    mappings (docs/gpu.md), and memory is plenty. 1 means never.
+    mappings (docs/gpu.md), and memory is plenty. 1 means never. Raises ConfigError.
     """
 
-    budget_bytes: int
-    frame_bytes: int = 2 * MIB
-    map_ahead_frames: int = 0
-    reclaim_frames: int = 16
-    protected_share: float = 0.05
-    copy_share: float = 1.0
-    arena_bytes: int | None = None
+    budget_bytes: int = field(converter=_int, validator=_BYTES)
+    frame_bytes: int = field(default=2 * MIB, converter=_int, validator=_BYTES)
+    map_ahead_frames: int = field(default=0, converter=_int, validator=_COUNT_FROM_0)
+    reclaim_frames: int = field(default=16, converter=_int, validator=_COUNT)
+    protected_share: float = field(
+        default=0.05, converter=_float, validator=_checked(number, 0, 1, below=True)
+    )
+    copy_share: float = field(default=1.0, converter=_float, validator=_checked(number, 0, 1))
+    arena_bytes: int | None = field(
+        default=None, converter=to_optional(_int), validator=optional(_BYTES)
+    )
 
 
 @frozen
 class HostTier:
-    """Host memory: for suspended sequences, and for what others may want later."""
+    """Host memory: for suspended sequences, and for what others may want later. Raises
+    ConfigError."""
 
-    size_bytes: int
+    size_bytes: int = field(converter=_int, validator=_BYTES)
 
 
 def _as_tuple(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:
-    return tuple(layers)
+    try:
+        return tuple(
+            instance(f"Config.layers[{at}]", layer, LayerSpec)
+            for at, layer in enumerate(in_order("Config.layers", layers))
+        )
+    except ArgumentError as error:
+        raise ConfigError(str(error)) from error
 
 
 @frozen
@@ -89,79 +150,59 @@ class Config:
     """Everything a `Manager` is told. Raises ConfigError if it cannot work."""
 
     layers: tuple[LayerSpec, ...] = field(converter=_as_tuple)
-    gpu: GpuTier
-    host: HostTier | None = None
-    tokens_per_block: int = 32
-    max_tokens: int = 32_768
+    gpu: GpuTier = field(validator=_checked(instance, GpuTier))
+    host: HostTier | None = field(default=None, validator=optional(_checked(instance, HostTier)))
+    tokens_per_block: int = field(default=32, converter=_int, validator=_COUNT)
+    max_tokens: int = field(default=32_768, converter=_int, validator=_COUNT)
     """The longest sequence that may be created."""
-    max_sequences: int = 256
+    max_sequences: int = field(
+        default=256, converter=_int, validator=_checked(whole, 1, MOST_SEQUENCES)
+    )
     """Rows: sequences that exist at one time."""
-    max_utilization_for_resume: float = 0.95
+    max_utilization_for_resume: float = field(
+        default=0.95, converter=_float, validator=_checked(number, 0, 1, above=True)
+    )
     """A resume may fill the budget up to here while other sequences run; the rest is for
     growth."""
-    write_through: str = "on_free"
+    write_through: str = field(
+        default="on_free", converter=_str, validator=_checked(one_of, WRITE_THROUGH)
+    )
     """When committed pages are copied to the host for others with the same prefix: `on_free` (when
     their sequence closes), `on_commit` (soon after they are, so that leaving copies nothing), or
     `off` (never; then nothing is found either)."""
-    spans: str = "shared"
+    spans: str = field(default="shared", converter=_str, validator=_checked(one_of, SPANS))
     """Whether sequences map the memory of others with the same prefix, and what stays on the GPU
     for that when its owner closes: what others have mapped (`shared`), its whole prompt (`all`), or
     `off`."""
-    partial_blocks: bool = True
+    partial_blocks: bool = field(default=True, converter=_bool, validator=_FLAG)
     """Whether the first tokens of a block are copied from one that begins alike."""
-    adopt: bool = True
+    adopt: bool = field(default=True, converter=_bool, validator=_FLAG)
     """Freed ranges are handed whole, still mapped, to the next sequence that fits."""
-    retain: bool = False
+    retain: bool = field(default=False, converter=_bool, validator=_FLAG)
     """Whether what a sequence committed stays readable in the memory that it leaves, until that is
     wanted: a hit is then copied on the GPU (lazy retention)."""
-    scrub: bool = False
+    scrub: bool = field(default=False, converter=_bool, validator=_FLAG)
     """Freed memory is overwritten before anybody else gets it."""
-    digest_key: bytes | None = field(default=None, repr=False)
+    digest_key: bytes | None = field(default=None, repr=False, converter=to_optional(_bytes))
     """The key, of 1 to 64 bytes, of the digests that name blocks to routers: managers with the same
     one give equal blocks equal names (see docs/events.md). Random by default. Keep it secret: with
     it, two prompts with one digest can be looked for."""
 
     def __attrs_post_init__(self) -> None:
-        for layer in self.layers:
-            if layer.dtype not in DTYPE_BYTES:
-                raise ConfigError(f"dtype {layer.dtype!r} is unknown; use {sorted(DTYPE_BYTES)}")
-            _positive(layer, "kv_heads", "head_dim", "count")
         if not self.layers:
-            raise ConfigError("layers is empty: there is nothing to keep keys and values of")
-        _positive(self, "tokens_per_block", "max_tokens", "max_sequences")
-        _positive(self.gpu, "budget_bytes", "frame_bytes", "reclaim_frames")
-        if self.gpu.map_ahead_frames < 0:
-            raise ConfigError(f"map_ahead_frames is {self.gpu.map_ahead_frames}; it may not be < 0")
-        if not 0 < self.max_utilization_for_resume <= 1:
-            raise ConfigError(
-                f"max_utilization_for_resume is {self.max_utilization_for_resume}: not in (0, 1]"
-            )
-        self._check_modes()
-        if not 0 <= self.gpu.protected_share < 1:
-            raise ConfigError(
-                f"protected_share is {self.gpu.protected_share}: not from 0 to below 1"
-            )
-        if not 0 <= self.gpu.copy_share <= 1:
-            raise ConfigError(f"copy_share is {self.gpu.copy_share}: not from 0 to 1")
-        Geometry(self)
-
-    def _check_modes(self) -> None:
-        for name, known in (("write_through", WRITE_THROUGH), ("spans", SPANS)):
-            if getattr(self, name) not in known:
-                raise ConfigError(
-                    f"{name} is {getattr(self, name)!r}; use one of {', '.join(known)}"
-                )
+            raise ConfigError("Config.layers is empty: there is nothing to keep keys and values of")
         self._check_digest_key(self.digest_key)
         if self.retain and self.write_through == "off":
             raise ConfigError(
                 "retain is on, but with write_through 'off' nothing is found; use 'on_free'"
             )
+        Geometry(self)
 
     def _check_digest_key(self, key: object) -> None:
         """The message does not say what it is: it is a secret."""
-        if key is None or (isinstance(key, bytes) and 1 <= len(key) <= MAX_KEY_BYTES):
+        if key is None or (type(key) is bytes and 1 <= len(key) <= MAX_KEY_BYTES):
             return
-        found = f"{len(key)} bytes" if isinstance(key, bytes) else f"a {type(key).__name__}"
+        found = f"{len(key)} bytes" if type(key) is bytes else article(type(key).__name__)
         raise ConfigError(f"digest_key is {found}; 1 to {MAX_KEY_BYTES} bytes are wanted")
 
 
@@ -197,6 +238,7 @@ class Geometry:
                 f"the host tier of {host_bytes} bytes holds no block of {self.block_bytes}; "
                 "leave it out to run without one"
             )
+        self._check_limits(config)
         self.rows = config.max_sequences
         self.longest_frames = self.extent(config.max_tokens) + self.guard_frames
         """The addresses of the longest sequence, with those behind it that are never mapped."""
@@ -263,6 +305,20 @@ class Geometry:
             offset += spec.token_bytes
         return sum(spec.count for spec in self.layers)
 
+    def _check_limits(self, config: Config) -> None:
+        """What has an entry for each slot, or for each token of a block in each row, is bounded."""
+        if self.host_slots > INT31:
+            raise ConfigError(
+                f"a host tier of {self.host_slots} slots of {self.block_bytes} bytes has more than "
+                f"{INT31}; make tokens_per_block larger or size_bytes smaller"
+            )
+        open_tokens = config.max_sequences * self.tokens_per_block
+        if open_tokens > INT31:
+            raise ConfigError(
+                f"max_sequences {config.max_sequences} blocks of {self.tokens_per_block} tokens "
+                f"have more than {INT31}; make either smaller"
+            )
+
     def _padded_row(self) -> int:
         """The row, padded so that a block is a multiple of a sixteenth of a frame."""
         part = self.frame_bytes // SIXTEENTH
@@ -291,10 +347,3 @@ class Geometry:
     def guard_frames(self) -> int:
         """Addresses after every range that are never mapped, so that an overrun faults."""
         return self.align_bytes // self.frame_bytes
-
-
-def _positive(thing: object, *names: str) -> None:
-    for name in names:
-        value = getattr(thing, name)
-        if not isinstance(value, int) or value <= 0:
-            raise ConfigError(f"{type(thing).__name__}.{name} is {value!r}; it must be at least 1")

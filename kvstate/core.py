@@ -16,13 +16,7 @@ from kvstate.act import Actor
 from kvstate.arena import Arena, Range, margin_for, missing
 from kvstate.config import Config, Geometry
 from kvstate.device import Device
-from kvstate.errors import (
-    CapacityError,
-    DeviceError,
-    HostExhausted,
-    IllegalTransition,
-    OutOfFrames,
-)
+from kvstate.errors import ArgumentError, CapacityError, DeviceError, HostExhausted, OutOfFrames
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.life import Life
@@ -41,6 +35,7 @@ T = TypeVar("T")
 
 _ROUNDS: Final = 4
 """How often a call looks for what its plan is short of."""
+_NOTHING: Final = object()
 
 
 class Core:
@@ -52,7 +47,7 @@ class Core:
     def __init__(self, config: Config, device: Device) -> None:
         self.config, self.device = config, device
         self.geometry = geometry = Geometry(config)
-        self.columns = Columns(config.max_sequences, config.tokens_per_block)
+        self.columns = Columns(config.max_sequences, config.tokens_per_block, config.max_tokens)
         self.gpu = FrameBudget(geometry.budget_frames)
         self.host = HostSlots(geometry.host_slots, geometry.block_bytes)
         self.sequences: dict[int, Sequence] = {}
@@ -93,11 +88,14 @@ class Core:
             raise
         return base
 
-    def _enter(self, subject: Sequence | Batch | Step | None = None) -> None:
+    def _enter(
+        self, subject: Any = _NOTHING, kind: type[Sequence | Batch | Step] = Sequence
+    ) -> None:
         """The beginning of every public call, of one about something that this manager has made."""
         self.life.call()
-        if subject is not None and subject.columns is not self.columns:
-            raise foreign(subject)
+        made = subject is _NOTHING or (type(subject) is kind and subject.columns is self.columns)
+        if not made:
+            raise foreign(subject, kind)
         self.flight.call += 1
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:
@@ -208,8 +206,7 @@ class Core:
 
     def _check_length(self, seq: Sequence, event: str, low: int, tokens: int, high: int) -> None:
         if not low <= tokens <= high:
-            reason = f"{tokens} tokens is not from {low} to {high}"
-            raise IllegalTransition(str(seq), event, seq.state_name, reason)
+            raise ArgumentError(f"{seq}: {event}: {tokens} tokens is not from {low} to {high}")
 
     def _retire(self, seq: Sequence) -> None:
         """A CLOSED sequence gives its row to the next one."""

@@ -1,8 +1,9 @@
 """Every error that kvstate raises, by what its caller should do about it.
 
-A capacity error means: give way and try again. `IllegalTransition` means: fix the caller.
-`DeviceError` means: a device call failed and was undone, the manager is as it was. `DeviceFault`
-means: it could not be undone.
+A capacity error means: give way and try again. `ArgumentError` and `IllegalTransition` mean: fix
+the caller: a value that it passed will not do, or the tables have no row for what it wants in this
+state. `DeviceError` means: a device call failed and was undone, the manager is as it was.
+`DeviceFault` means: it could not be undone.
 """
 
 from __future__ import annotations
@@ -15,12 +16,22 @@ class KvStateError(Exception):
     """Base of every error of this package."""
 
 
-class ConfigError(KvStateError, ValueError):
+class ArgumentError(KvStateError, ValueError):
+    """A bug in the caller: an argument is out of range, has a wrong shape, or was made by another
+    manager. Names it, its value, and what is wanted. Nothing has changed."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument is of a type that is not taken there. Nothing has changed."""
+
+
+class ConfigError(ArgumentError):
     """The configuration cannot work; says which value, and what would do."""
 
 
 class IllegalTransition(KvStateError):
-    """A bug in the caller: this event is not allowed now. Nothing has changed."""
+    """A bug in the caller: the table has no row for this event in this state. Nothing has
+    changed."""
 
     def __init__(self, subject: str, event: str, state: str, reason: str = "") -> None:
         self.subject, self.event, self.state, self.reason = subject, event, state, reason
@@ -97,6 +108,10 @@ class DeadView(KvStateError, BufferError):
     def __init__(self, view: str, reason: str) -> None:
         self.view, self.reason = view, reason
         super().__init__(f"{view} is dead: {reason}; take a new one with tensors()")
+
+
+class NotCopied(ArgumentError, BufferError):
+    """A tensor view was asked for a copy, or for itself on another device."""
 
 
 class TraceError(KvStateError, ValueError):

@@ -26,7 +26,8 @@ import msgspec
 from msgspec import Meta, Struct
 
 from kvstate.blocks import GPU
-from kvstate.errors import ConfigError, TraceError
+from kvstate.errors import TraceError
+from kvstate.values import one_of
 
 Hash = bytes | int
 """The name of a block: a digest, or 64 bits of one (see `int_hash`)."""
@@ -129,18 +130,12 @@ def hash_text(name: Hash) -> str:
     return str(name) if isinstance(name, int) else name.hex()
 
 
-def check_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
-    """Raise ConfigError if the value is none of these."""
-    if value not in choices:
-        raise ConfigError(f"{name} is {value!r}; use one of {', '.join(choices)}")
-
-
 def encode(numbered: Numbered, format: Format = "maps") -> tuple[bytes, bytes]:  # noqa: A002
     """The two frames of a batch: its number, 8 bytes big-endian, and the batch as msgpack.
 
-    May be called on any thread. Raises ConfigError for another format.
+    May be called on any thread. Raises ArgumentError for another format.
     """
-    check_choice("format", format, FORMATS)
+    one_of("format", format, FORMATS)
     shape = _as_map if format == "maps" else _as_array
     batch = numbered.batch
     wire = [batch.ts, [shape(event) for event in batch.events], batch.data_parallel_rank]

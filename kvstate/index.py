@@ -51,10 +51,10 @@ from kvstate.blocks import (
     illegal,
     pinned_by,
 )
-from kvstate.errors import ConfigError
-from kvstate.keys import ID, ID_BYTES, Extra, Extras, Identity, extra_bytes
+from kvstate.keys import ID_BYTES, Extra, Extras, Identity, extra_bytes
 from kvstate.telling import Telling
 from kvstate.uncopied import Uncopied
+from kvstate.values import ID, ID_HIGH, instance, whole
 
 
 class Index(Telling):
@@ -67,11 +67,10 @@ class Index(Telling):
 
     def __init__(self, block_tokens: int, *, key: bytes | None = None) -> None:
         super().__init__()
-        if block_tokens < 1:
-            raise ConfigError(f"block_tokens is {block_tokens}; a block has at least one token")
-        if key is not None and not 1 <= len(key) <= blake2b.MAX_KEY_SIZE:
-            raise ConfigError(f"a key of {len(key)} bytes; 1 to {blake2b.MAX_KEY_SIZE} are wanted")
-        self.block_tokens, self.block_bytes = block_tokens, block_tokens * ID_BYTES
+        self.block_tokens = whole("block_tokens", block_tokens, 1, ID_HIGH)
+        self.block_bytes = self.block_tokens * ID_BYTES
+        if key is not None:
+            whole("the length of key", len(instance("key", key, bytes)), 1, blake2b.MAX_KEY_SIZE)
         self.slots: dict[int, Node] = {}
         """Whose canonical copy a host slot has."""
         self.clock = 0

@@ -23,7 +23,7 @@ from typing import Final, Self
 from kvstate import runs
 from kvstate.blocks import Loss, Node
 from kvstate.config import Config
-from kvstate.device import Completion, Device, Event, Stream
+from kvstate.device import CALLS, Completion, Device, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted
 from kvstate.events import Format, Hashes
 from kvstate.plan import Plan, Run
@@ -39,6 +39,7 @@ from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
 from kvstate.threads import own
+from kvstate.values import able, flag, instance, whole
 
 log = logging.getLogger("kvstate")
 
@@ -47,6 +48,7 @@ _SHRINK: Final = MACHINES.object("sequence.shrink")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
+_DEVICE: Final = (*CALLS, "check_stream", "poll", "ledger", "close")
 
 
 class Manager(Rewinding):
@@ -74,6 +76,11 @@ class Manager(Rewinding):
         `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
         file's `write` will do.
         """
+        instance("config", config, Config)
+        able("device", device, _DEVICE)
+        debug, order = flag("debug", debug), flag("order", order)
+        if record is not None:
+            able("record", record, ("__call__",))
         if debug or order:
             from kvstate.order_device import ordered
 
@@ -91,14 +98,17 @@ class Manager(Rewinding):
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:
         """An ACTIVE sequence of that length with undefined bytes: for warm-up and graph
         capture."""
-        seq = self.create(max_tokens=length_tokens, commit=False)
+        self._enter()
+        tokens = whole("length_tokens", length_tokens, 1, self.config.max_tokens)
+        self.device.check_stream(stream)
+        seq = self.create(max_tokens=tokens, commit=False)
         try:
             self.resume(seq, stream)
-            self.resize(seq, length_tokens)
+            self.resize(seq, tokens)
         except BaseException:
             self.close_sequence(seq)
             raise
-        self.columns.set_lengths(seq.row, length_tokens)
+        self.columns.set_lengths(seq.row, tokens)
         return seq
 
     # Memory.
@@ -111,8 +121,8 @@ class Manager(Rewinding):
         Layers count from 0, in the order of `config.layers`. `tokens` may be anything up to the
         capacity; by default it is what was scheduled. Nothing is copied, held or waited for: see
         `TensorView` for the stream to use them on and for how long they are good. Raises
-        IllegalTransition if the sequence has no GPU memory, no such layer or no room for so many
-        tokens, and ConfigError on a device without memory.
+        IllegalTransition if the sequence has no GPU memory, ArgumentError if it has no such layer
+        or no room for so many tokens, and ConfigError on a device without memory.
         """
         self._enter(seq)
         return views(seq, layer, tokens)
@@ -121,13 +131,14 @@ class Manager(Rewinding):
         """Map and charge memory for that many tokens, or give back what is beyond them.
 
         Given-back frames stay mapped at the end of the range, to be grown into again or to be
-        reclaimed. Raises OutOfFrames. Shrinking below the scheduled tokens is illegal.
+        reclaimed. Raises OutOfFrames, and ArgumentError below the scheduled tokens.
         """
         self._enter(seq)
-        range_, frames = seq.range, self.geometry.frames(capacity_tokens)
+        tokens = whole("capacity_tokens", capacity_tokens, 0, self.config.max_tokens)
+        range_, frames = seq.range, self.geometry.frames(tokens)
         shrinks = range_ is not None and frames < range_.used
         self._legal(_SHRINK if shrinks else _GROW, seq)
-        self._check_length(seq, "resize", seq.written_tokens, capacity_tokens, seq.max_tokens)
+        self._check_length(seq, "resize", seq.written_tokens, tokens, seq.max_tokens)
         if shrinks and seq.steps and self.flight.ignored is None:
             self.flight.quiesce()  # a step whose tokens were taken back may still write there
             self._legal(_SHRINK, seq)
@@ -228,6 +239,7 @@ class Manager(Rewinding):
 
         GPU memory is reused once `after`, steps in flight and copies are done.
         """
+        self._enter(seq)
         blocks = self.geometry.blocks(seq.written_tokens)
         self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
         seq.forget_tokens()
@@ -239,6 +251,7 @@ class Manager(Rewinding):
         What it committed and nobody else has is copied to the host, as far as there is room or can
         be made, and is found by others with the same prefix once it is there.
         """
+        self._enter(seq)
         self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
         if seq.state == CLOSED.code:
             self._retire(seq)
@@ -247,7 +260,6 @@ class Manager(Rewinding):
     def _leave(
         self, event: ObjectEvent, seq: Sequence, after: Event, leaves: runs.Operands
     ) -> None:
-        self._enter(seq)
         self._legal(event, seq)
         passage = self.spans.passage(seq, self.reuse.epoch, closing=event is _CLOSE)
         leaving = self._leaving(event, seq, passage)
@@ -393,11 +405,12 @@ class Manager(Rewinding):
     def trim(self, keep_frames: int = 0) -> None:
         """Give memory that nobody uses back to the driver, but for `keep_frames` pooled frames."""
         self._enter()
+        keep = whole("keep_frames", keep_frames)
         if self.gpu.parked or self.gpu.coming or self.spans.registered:
             self.flight.quiesce()
             self.ladder.spill(self.gpu.budget_frames)
             self.ladder.spill_spans(self.gpu.budget_frames)
-        self.ladder.release(keep_frames)
+        self.ladder.release(keep)
 
     def events(
         self, rank: int | None = None, most_events: int | None = None, *,

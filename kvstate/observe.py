@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from functools import wraps
 from inspect import signature
 from typing import Any, Final
@@ -20,9 +21,9 @@ from attrs import evolve
 
 from kvstate import trace
 from kvstate.blocks import CPU, GPU
-from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.errors import ArgumentError, CapacityError, KvStateError, LawViolation, TraceError
 from kvstate.events import FORMATS, Hash, Numbered, decode, encode, hash_text
-from kvstate.keys import Adapter, Extras
+from kvstate.keys import Extras
 from kvstate.manager import Manager
 from kvstate.order import Agent, Operation
 from kvstate.order_device import Ordered
@@ -33,6 +34,7 @@ from kvstate.spec.facts import View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.tensors import tensors_held
+from kvstate.values import LARGEST, counts, ids, shown
 from kvstate.view import view
 
 log = logging.getLogger("kvstate")
@@ -201,7 +203,7 @@ class Recorder:
             "commit": self._commit,
             "commit_each": lambda args, _: trace.CommitEach(
                 seqs=[seq.uid for seq in args["batch"]],
-                tokens=np.atleast_1d(np.asarray(args["tokens"], np.int32)).ravel().tolist(),
+                tokens=ids("tokens", args["tokens"]).tolist(),
             ),
             "poll": lambda args, _: trace.Poll(),
             "clear_reuse": lambda args, _: trace.Clear(),
@@ -229,7 +231,7 @@ class Recorder:
         """Write down one call and what it raised. A call that made nothing names 0."""
         polled, quiesced = self.kv.flight.polled, self.kv.flight.quiesced
         call = msgspec.structs.replace(
-            self._makers[name](args, result),
+            self._refused(name, args, error) if error else self._makers[name](args, result),
             error=None if error is None else type(error).__name__,
             ended=[(token, ok) for token, ok in polled],
             failed=[token for token, ok in quiesced if not ok],
@@ -238,13 +240,21 @@ class Recorder:
         quiesced.clear()
         self.sink(trace.encode(call) + b"\n")
 
+    def _refused(self, name: str, args: dict[str, Any], error: KvStateError) -> trace.Call:
+        """A call that raised: as any other, or in words if it was not even looked at, or only to
+        find that its arguments will not do."""
+        if not isinstance(error, ArgumentError):
+            with suppress(Exception):
+                return trace.decode_call(trace.encode(self._makers[name](args, None)), 0)
+        return trace.Refused(name=name, arguments={key: shown(one) for key, one in args.items()})
+
     def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
         tokens = seq.max_tokens if seq else args["max_tokens"] or 0
         given = args["prompt_tokens"]
-        prompt = [] if given is None else np.atleast_1d(np.asarray(given)).tolist()
+        prompt = [] if given is None else ids("prompt_tokens", given).tolist()
         return trace.Create(
             seq=seq.uid if seq else 0, max_tokens=tokens, prompt=prompt, salt=args["salt"].hex(),
-            adapter=_adapter(args["adapter"]), extra_keys=_extras(args["extra_keys"]),
+            adapter=trace.adapter_text(args["adapter"]), extra_keys=_extras(args["extra_keys"]),
             commit=args["commit"], reserve=args["reserve"],
         )  # fmt: skip
 
@@ -260,19 +270,18 @@ class Recorder:
 
     def _step(self, args: dict[str, Any], step: Step | None) -> trace.Call:
         seqs = [seq.uid for seq in args["batch"]]
-        tokens = np.asarray(args["tokens"], np.int64)
-        each = np.broadcast_to(tokens, len(seqs)) if tokens.ndim == 0 else tokens.ravel()
+        each = step.count_tokens if step else np.broadcast_to(args["tokens"], len(seqs))
         number = step.number if step else 0
         return trace.Step(step=number, seqs=seqs, tokens=each.tolist())
 
     def _settle(self, args: dict[str, Any], _: object) -> trace.Call:
         taken = args["accepted"]
-        accepted = None if taken is None else np.atleast_1d(taken).tolist()
+        size = len(args["step"].rows)
+        accepted = None if taken is None else counts("accepted", taken, size, LARGEST).tolist()
         return trace.Settle(step=args["step"].number, accepted=accepted)
 
     def _commit(self, args: dict[str, Any], _: object) -> trace.Call:
-        tokens = np.atleast_1d(np.asarray(args["tokens"], np.int32)).ravel()
-        return trace.Commit(seq=args["seq"].uid, tokens=tokens.tolist())
+        return trace.Commit(seq=args["seq"].uid, tokens=ids("tokens", args["tokens"]).tolist())
 
     def _stream(self, stream: Any) -> int:
         """The number of a stream: 0 is the default one, others count up as they are first seen."""
@@ -281,10 +290,6 @@ class Recorder:
                 return number
         self._streams.append(stream)
         return len(self._streams) - 1
-
-
-def _adapter(adapter: Adapter) -> int | str | None:
-    return f"hex:{adapter.hex()}" if isinstance(adapter, bytes) else adapter
 
 
 def _extras(extras: Extras | None) -> dict[str, list[str]]:
@@ -330,7 +335,7 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
 
     @wraps(leave)
     def call(seq: Sequence, after: Any = None) -> None:
-        held = tensors_held(seq)
+        held = tensors_held(seq) if isinstance(seq, Sequence) else 0
         leave(seq, after)
         if held:
             log.warning("%s: %d tensors outlive its memory, and are stale", seq, held)

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstate.blocks import Loss, Medium, Node
-from kvstate.errors import ConfigError, IllegalTransition
+from kvstate.errors import IllegalTransition
 from kvstate.events import (
     FORMATS,
     HASHES,
@@ -35,13 +35,13 @@ from kvstate.events import (
     Hash,
     Hashes,
     Numbered,
-    check_choice,
     encode,
     int_hash,
 )
 from kvstate.index import Index
 from kvstate.keys import Adapter
 from kvstate.threads import Owner
+from kvstate.values import instance, number, one_of, whole
 
 MOST_PENDING_BLOCKS: Final = 1 << 16
 """Some 86 MB with blocks of 32 tokens, which is 1.3 KB a block."""
@@ -149,18 +149,17 @@ class Publisher:
         format: Format = "maps", hashes: Hashes = "bytes",  # noqa: A002
         most_pending_blocks: int = MOST_PENDING_BLOCKS,
     ) -> None:  # fmt: skip
-        check_choice("format", format, FORMATS)
-        check_choice("hashes", hashes, HASHES)
-        if most_pending_blocks < 1:
-            raise ConfigError(f"most_pending_blocks is {most_pending_blocks}; at least 1 is wanted")
-        self.index, self.rank, self.most_events = index, rank, most_events
-        self.format: Format = format
-        self.most_pending_blocks = most_pending_blocks
+        one_of("format", format, FORMATS)
+        one_of("hashes", hashes, HASHES)
+        self.index, self.format = index, format
+        self.rank = None if rank is None else whole("rank", rank)
+        self.most_events = None if most_events is None else whole("most_events", most_events, 1)
+        self.most_pending_blocks = whole("most_pending_blocks", most_pending_blocks, 1)
         self._name = index.digest if hashes == "bytes" else _int_names(index)
         self._script = script = Script(index, self._name)
         index.listen(self)
         index.recite(script)
-        script.most_changes = most_pending_blocks
+        script.most_changes = self.most_pending_blocks
 
     @property
     def number(self) -> int:
@@ -220,11 +219,11 @@ class Publisher:
     def encode(self, numbered: Numbered) -> tuple[bytes, bytes]:
         """The two frames of a batch, in the format that was asked for. May be called on any
         thread."""
-        return encode(numbered, self.format)
+        return encode(instance("numbered", numbered, Numbered), self.format)
 
     def _hand_out(self, script: Script, ts: float | None) -> list[Numbered]:
         """What a script says; from now on another is written."""
-        time = None if ts is None else float(ts)
+        time = None if ts is None else number("ts", ts)
         batches = script.batches(time, self.rank, self.most_events)
         fresh = Script(self.index, self._name, script.number + len(batches))
         fresh.behind, fresh.most_changes = script.behind, self.most_pending_blocks

@@ -24,6 +24,7 @@ from kvstate.reuse import Leaving
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage, Sharing
 from kvstate.spec.compiled import MACHINES, ObjectRow
+from kvstate.values import whole
 
 _REWIND: Final = MACHINES.object("sequence.rewind")
 _MOVE: Final = MACHINES.object("sequence.move")
@@ -53,14 +54,15 @@ class Rewinding(Admission):
         If the copy fails, the sequence is DROPPED.
         """
         self._enter(seq)
+        tokens = whole("length_tokens", length_tokens, 0, self.config.max_tokens)
         self._legal(_REWIND, seq)
-        self._check_length(seq, "rewind", 0, length_tokens, seq.length_tokens)
+        self._check_length(seq, "rewind", 0, tokens, seq.length_tokens)
         if seq.range is not None and seq.range.holders:
             self.flight.quiesce()
-        if length_tokens < seq.shared_tokens:
-            self._move(seq, length_tokens)
+        if tokens < seq.shared_tokens:
+            self._move(seq, tokens)
         else:
-            self._rewind(seq, length_tokens)
+            self._rewind(seq, tokens)
 
     def _rewind(self, seq: Sequence, length_tokens: int) -> None:
         block = self.config.tokens_per_block

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Event, Stream
-from kvstate.errors import IllegalTransition
+from kvstate.errors import ArgumentError, ArgumentTypeError
 from kvstate.keys import Extras, Identity
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (
@@ -29,6 +29,7 @@ from kvstate.spec.page import (
 )
 from kvstate.spec.sequence import CREATED, SEQUENCE
 from kvstate.spec.transfer import ISSUED, STEP, STEP_ISSUED
+from kvstate.values import article, counts, described
 
 if TYPE_CHECKING:
     from kvstate.manager import Manager
@@ -40,8 +41,8 @@ _HELD = (HOST_HELD_ACTIVE, HOST_HELD_COMMITTED, HOST_HELD_PRIVATE)
 class Columns:
     """One number a row. The last row belongs to no sequence and stays 0."""
 
-    def __init__(self, rows: int, tokens_per_block: int) -> None:
-        self.rows = rows
+    def __init__(self, rows: int, tokens_per_block: int, max_tokens: int) -> None:
+        self.rows, self.max_tokens = rows, max_tokens
         self.free = list(range(rows - 1, -1, -1))
         self.states = bytearray(rows + 1)
         self.scheduled: Column = np.zeros(rows + 1, np.int64)
@@ -393,33 +394,41 @@ class Batch:
         return seq in self.members
 
     def add(self, seq: Sequence) -> None:
-        """Put a sequence at the end of the batch. O(batch)."""
+        """Put a sequence at the end of the batch. Raises ArgumentError if it is in it already.
+        O(batch)."""
+        self._check(seq)
         _check_thread(seq, "add")
         self._join(seq)
         self._changed()
 
     def remove(self, seq: Sequence) -> None:
-        """Take a sequence out. O(batch)."""
+        """Take a sequence out. Raises ArgumentError if it is not in it. O(batch)."""
+        self._check(seq)
         _check_thread(seq, "remove")
+        if seq not in self.members:
+            raise ArgumentError(f"{seq} is not in the batch")
         del self.members[seq]
         self._changed()
 
     def counts(self, tokens: int | npt.ArrayLike) -> Column:
-        """Tokens a row: `tokens` for each member, or one number for each in the batch's order."""
+        """Tokens a row: `tokens` for each member, or one number for each in the batch's order.
+        Raises ArgumentError if one is not from 0 to the longest that a sequence may be."""
         if type(tokens) is int and tokens == self._tokens:
             return self._counts
-        numbers = np.asarray(tokens, np.int64)
-        if numbers.shape not in ((), self.rows.shape) or np.any(numbers < 0):
-            reason = f"tokens is {numbers}: neither one count nor one for each of {len(self)}"
-            raise IllegalTransition("a batch", "step", "ACTIVE", reason)
+        numbers = counts("tokens", tokens, len(self), self.columns.max_tokens, one=True)
         self._counts = np.zeros_like(self.mask)
         self._counts[self.rows] = numbers
-        self._tokens = tokens if type(tokens) is int else None
+        self._tokens = None if numbers.ndim else int(numbers)
         return self._counts
 
+    def _check(self, seq: Sequence) -> None:
+        if type(seq) is not Sequence or seq.columns is not self.columns:
+            raise foreign(seq, Sequence)
+
     def _join(self, seq: Sequence) -> None:
-        if seq.columns is not self.columns:
-            raise foreign(seq)
+        self._check(seq)
+        if seq in self.members:
+            raise ArgumentError(f"{seq} is in the batch already")
         self.members[seq] = seq.row
 
     def _changed(self) -> None:
@@ -432,10 +441,14 @@ class Batch:
         self.version = self.commit_version = -1
 
 
-def foreign(subject: Sequence | Batch | Step) -> IllegalTransition:
-    """The error for what another manager has made: all that is known of it is in its books."""
-    reason = "it belongs to the manager that made it"
-    return IllegalTransition(str(subject), "use by another manager", subject.state_name, reason)
+def foreign(subject: object, kind: type[Sequence | Batch | Step]) -> ArgumentError:
+    """The error for what is no such object, or is one that another manager has made: all that is
+    known of it is in that one's books."""
+    name = kind.__name__
+    if type(subject) is kind:
+        return ArgumentError(f"{subject} is used by another manager than the manager that made it")
+    found = f"{name.lower()} is {described(subject)}"
+    return ArgumentTypeError(f"{found}: {article(name)} of this manager is wanted")
 
 
 def _check_thread(seq: Sequence, call: str) -> None:

@@ -13,10 +13,10 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstate import runs
+from kvstate import runs, values
 from kvstate.arena import Range
 from kvstate.core import Core
-from kvstate.errors import IllegalTransition
+from kvstate.errors import ArgumentError, IllegalTransition
 from kvstate.keys import extra_bytes
 from kvstate.plan import Cells, Plan
 from kvstate.sequence import Batch, Column, Sequence, Step
@@ -34,8 +34,9 @@ class Stepping(Core):
     """The calls that make sequences longer. See `Manager`."""
 
     def batch(self, seqs: Iterable[Sequence]) -> Batch:
-        """Sequences to step together. Building it costs O(batch); stepping it does not."""
-        return Batch(self.columns, seqs)
+        """Sequences to step together, in an order and each once. Building it costs O(batch);
+        stepping it does not."""
+        return Batch(self.columns, values.in_order("seqs", seqs))
 
     def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
         """Issue a step: room and positions for the next tokens of every sequence of the batch.
@@ -45,16 +46,17 @@ class Stepping(Core):
         next call that takes memory from one of its sequences. Cost: numpy over the rows, and
         Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
-        self._enter(batch)
-        if self.mirrors is not None:
-            self.mirrors.copy_out()
+        self._enter(batch, Batch)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
         ends = columns.scheduled + counts
         over = (ends > columns.capacity) & batch.named
-        if np.count_nonzero(over):
-            self._grow_batch(batch, over, ends)
+        wanted = self._wanted(batch, over, ends) if np.count_nonzero(over) else []
+        if self.mirrors is not None:
+            self.mirrors.copy_out()
+        if wanted:
+            self._grow(wanted, f"a step of {len(batch)} sequences", batch)
             ends = columns.scheduled + counts
         self._stepped += 1
         step = Step(self._stepped, batch, counts, columns)
@@ -70,7 +72,10 @@ class Stepping(Core):
             plan.move(_STEP, seq)
         batch.version = self.columns.version
 
-    def _grow_batch(self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column) -> None:
+    def _wanted(
+        self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column
+    ) -> list[tuple[Sequence, int]]:
+        """The frames that each needs who must grow, and with a margin those of everybody."""
         wanted = []
         for seq in batch.seqs:
             if over[seq.row]:
@@ -79,7 +84,7 @@ class Stepping(Core):
                 wanted.append((seq, self.geometry.frames(end)))
         if self.config.gpu.map_ahead_frames and any(_maps(*pair) for pair in wanted):
             wanted += self._as_they_are(seq for seq in batch.seqs if not over[seq.row])
-        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+        return wanted
 
     def _as_they_are(self, seqs: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Those who need no frames now, so that they get their margin in the same call: else each
@@ -93,16 +98,17 @@ class Stepping(Core):
         are taken back, and with them later steps that continued from them. Returns the sequences
         for which the step meant nothing, because their bytes were lost or taken back meanwhile.
         """
-        self._enter(step)
+        self._enter(step, Step)
+        given = step.counts if accepted is None else self._accepted(step, accepted)
         columns, steps = self.columns, self.flight.steps
         same = step.version == columns.version and not self.flight.loads
         oldest = next(iter(steps.values()), None) is step
         if accepted is None and same and oldest and self.flight.coverage is None:
-            plan, taken = self.flight.plan(), step.counts
+            plan, taken = self.flight.plan(), given
             void: tuple[Sequence, ...] = ()
             plan.move(_SETTLE, step)
         else:
-            plan, taken, void = self._plan_settle(step, accepted)
+            plan, taken, void = self._plan_settle(step, given)
         self.flight.settle(plan)
         columns.settled += taken
         columns.steps -= step.mask
@@ -111,16 +117,13 @@ class Stepping(Core):
             self._after_settle(step, taken, void)
         return void
 
-    def _plan_settle(
-        self, step: Step, accepted: npt.ArrayLike | None
-    ) -> tuple[Plan, Column, tuple[Sequence, ...]]:
+    def _plan_settle(self, step: Step, taken: Column) -> tuple[Plan, Column, tuple[Sequence, ...]]:
         """The careful way: some sequence changed since the step, or rejects tokens."""
         self._legal(_SETTLE, step)
         if self.flight.loads and any(seq.loading for seq in step.seqs):
             self.flight.poll()
             if any(seq.loading for seq in step.seqs):
                 self.flight.quiesce()
-        taken = self._accepted(step, accepted)
         live = self.columns.life == step.life
         members = [seq for seq in step.seqs if live[seq.row]]
         for seq in members:
@@ -132,15 +135,10 @@ class Stepping(Core):
         void = tuple(seq for seq in step.seqs if not live[seq.row])
         return plan, np.where(live, taken, 0), void
 
-    def _accepted(self, step: Step, accepted: npt.ArrayLike | None) -> Column:
+    def _accepted(self, step: Step, accepted: npt.ArrayLike) -> Column:
+        """What is accepted, as a column. Raises ArgumentError for more than was issued."""
         taken = step.counts.copy()
-        if accepted is not None:
-            numbers = np.asarray(accepted, np.int64)
-            fits = numbers.shape == step.rows.shape
-            if not fits or np.any(numbers < 0) or np.any(numbers > step.count_tokens):
-                reason = f"accepted is {numbers}, but the step issued {step.count_tokens} tokens"
-                raise IllegalTransition(str(step), "settle", "ISSUED", reason)
-            taken[step.rows] = numbers
+        taken[step.rows] = values.counts("accepted", accepted, len(step.rows), step.count_tokens)
         return taken
 
     def _check_order(self, step: Step, seq: Sequence) -> None:
@@ -166,11 +164,12 @@ class Stepping(Core):
     def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
         """Name the ids of the next written tokens; blocks that are full become read-only.
 
-        `tokens` is anything that numpy makes int32 of. Illegal beyond the settled length.
+        `tokens` is one row of int32, in any shape that `values.ids` takes, as in `create`. Raises
+        ArgumentError beyond the settled length.
         """
         self._enter(seq)
+        ids = values.ids("tokens", tokens)
         self._legal(_COMMIT, seq)
-        ids = np.atleast_1d(np.asarray(tokens, np.int32)).ravel()
         known, block = seq.committed_tokens, self.config.tokens_per_block
         self._check_length(seq, "commit", known, known + len(ids), seq.length_tokens)
         open_block = self.columns.open_block[seq.row]
@@ -207,15 +206,19 @@ class Stepping(Core):
 
         All or none. Cost: numpy over the batch, and Python only for sequences whose block is full.
         """
-        self._enter(batch)
+        self._enter(batch, Batch)
         columns, block = self.columns, self.config.tokens_per_block
-        ids = np.asarray(tokens, np.int32)
+        ids = values.ids("tokens", tokens)
+        if len(ids) != len(batch.rows):
+            raise ArgumentError(
+                f"tokens has {len(ids)} ids: one for each of {len(batch)} is wanted"
+            )
         if batch.commit_version != columns.version or self.flight.coverage is not None:
             self._check_commit(batch)
         rows = batch.rows
         places = columns.known[rows]
-        if ids.shape != places.shape or np.count_nonzero(places >= columns.settled[rows]):
-            self._refuse_commit(batch, ids)
+        if np.count_nonzero(places >= columns.settled[rows]):
+            self._refuse_commit(batch)
         full = np.flatnonzero((places + 1) % block == 0).tolist()
         columns.open_block[rows, places % block] = ids
         columns.known += batch.mask
@@ -233,10 +236,7 @@ class Stepping(Core):
             plan.move(_COMMIT, seq)
         batch.commit_version = self.columns.version
 
-    def _refuse_commit(self, batch: Batch, ids: npt.NDArray[np.int32]) -> None:
-        if ids.shape != batch.rows.shape:
-            reason = f"tokens has the shape {ids.shape}: not one for each of {len(batch)}"
-            raise IllegalTransition("a batch", "commit", "ACTIVE", reason)
+    def _refuse_commit(self, batch: Batch) -> None:
         for seq in batch.seqs:
             known = seq.committed_tokens
             self._check_length(seq, "commit", known, known + 1, seq.length_tokens)

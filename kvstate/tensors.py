@@ -22,8 +22,16 @@ from numpy.lib import NumpyVersion
 
 from kvstate.arena import Range
 from kvstate.config import DTYPE_BYTES
-from kvstate.errors import ConfigError, DeadView, IllegalTransition
+from kvstate.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    ConfigError,
+    DeadView,
+    IllegalTransition,
+    NotCopied,
+)
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
+from kvstate.values import described, flag, whole
 
 if TYPE_CHECKING:
     from kvstate.sequence import Sequence
@@ -166,7 +174,7 @@ class TensorView:
 
     def __array__(self, dtype: object = None, copy: object = None) -> NoReturn:
         """Refuse, where numpy would otherwise wrap the view itself as an object."""
-        raise TypeError(
+        raise ArgumentTypeError(
             f"{self}: numpy cannot take {self.dtype} in {self.memory[0]} memory without a copy; "
             "torch.from_dlpack can"
         )
@@ -185,12 +193,14 @@ class TensorView:
     ) -> Any:
         """A capsule over the memory, versioned if the consumer takes that.
 
-        Any `stream` will do, and none is waited for (see above). Raises BufferError if a copy or
-        another device is asked for, and DeadView, which is one.
+        Any `stream` will do, and none is waited for (see above). Raises NotCopied if a copy or
+        another device is asked for, and DeadView: both are BufferErrors.
         """
         self._check_alive()
-        if copy or dl_device not in (None, self.__dlpack_device__()):
-            raise BufferError(f"{self} is {self.memory}, and is not copied")
+        max_version = _pair("max_version", max_version)
+        elsewhere = _pair("dl_device", dl_device) not in (None, self.__dlpack_device__())
+        if elsewhere or (copy is not None and flag("copy", copy)):
+            raise NotCopied(f"{self} is {self.memory}, and is not copied")
         export = _Export(self, self._interface())
         options: dict[str, Any] = {"max_version": max_version} if _TAKES_VERSION else {}
         capsule: Any = np.asarray(export).__dlpack__(**options)
@@ -235,13 +245,27 @@ class TensorView:
             raise DeadView(str(self), ended)
 
 
+def _pair(name: str, value: Any) -> tuple[int, int] | None:
+    """Two numbers, as DLPack has them."""
+    if value is None:
+        return None
+    if not isinstance(value, tuple) or len(value) != 2:
+        raise ArgumentTypeError(f"{name} is {described(value)}: a tuple of two numbers is wanted")
+    return whole(f"{name}[0]", value[0]), whole(f"{name}[1]", value[1])
+
+
 def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:
     """K and V of a layer; see `Manager.tensors`."""
     memory, geometry = seq.kv.device.memory, seq.kv.geometry
-    count = seq.scheduled_tokens if tokens is None else tokens
-    reason = _refusal(seq, layer, count)
-    if reason is not None:
+    layer = whole("layer", layer, 0, geometry.layer_count - 1)
+    longest = seq.kv.config.max_tokens
+    count = seq.scheduled_tokens if tokens is None else whole("tokens", tokens, 0, longest)
+    if seq.base is None:
+        reason = "it has no GPU memory; resume it first"
         raise IllegalTransition(str(seq), "tensors", seq.state_name, reason)
+    if count > seq.capacity_tokens:
+        most = f"from 0 to {seq.capacity_tokens}, its capacity; resize it first for more"
+        raise ArgumentError(f"{seq}: tensors: {count} tokens is not {most}")
     if memory is None:
         name = seq.kv.device.name
         raise ConfigError(f"the {name} device has no memory; open a host or a cuda device")
@@ -249,24 +273,12 @@ def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, Te
     size = DTYPE_BYTES[spec.dtype]
     shape = (count, spec.kv_heads, spec.head_dim)
     strides = (geometry.row_bytes, spec.head_dim * size, size)
-    address, stay = seq.base or 0, Stay.of(seq)
+    address, stay = seq.base, Stay.of(seq)
     k, v = (
         TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
         for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
     )
     return k, v
-
-
-def _refusal(seq: Sequence, layer: int, tokens: int) -> str | None:
-    """Why there is no such view, in words."""
-    layers, most = seq.kv.geometry.layer_count, seq.capacity_tokens
-    if seq.base is None:
-        return "it has no GPU memory; resume it first"
-    if not 0 <= layer < layers:
-        return f"layer {layer} is not from 0 to {layers - 1}"
-    if not 0 <= tokens <= most:
-        return f"{tokens} tokens is not from 0 to {most}, its capacity; resize it first for more"
-    return None
 
 
 def tensors_held(seq: Sequence) -> int:

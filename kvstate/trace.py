@@ -22,13 +22,15 @@ from msgspec import Meta, Struct
 
 from kvstate.config import Config
 from kvstate.errors import ConfigError, TraceError
+from kvstate.keys import Adapter
+from kvstate.values import ID_HIGH, ID_LOW, plain
 
 VERSION: Final = 1
 
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[int, Meta(ge=0)]
 Nth = Annotated[int, Meta(ge=1)]
-Id = Annotated[int, Meta(ge=-(2**31), lt=2**31)]
+Id = Annotated[int, Meta(ge=ID_LOW, le=ID_HIGH)]
 
 
 class Header(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -85,7 +87,8 @@ class Create(Call, frozen=True, kw_only=True):
     prompt: list[Id] = []
     salt: str = ""
     adapter: int | str | None = None
-    """Bytes are written as `hex:` and their digits."""
+    """Bytes are written as `hex:` and their digits; a text that begins with `hex:` or `text:`
+    stands behind `text:`."""
     extra_keys: dict[str, list[str]] = {}
     """The fields of each block that has any, in hexadecimal, by the number of the block."""
     commit: bool = True
@@ -212,13 +215,45 @@ class Trim(Call, frozen=True, kw_only=True):
     keep: Count = 0
 
 
+class Refused(Call, frozen=True, kw_only=True):
+    """A call of that name that was refused for its arguments, which may be anything: they are only
+    told. A replay passes over it."""
+
+    name: str
+    arguments: dict[str, str] = {}
+
+
 AnyCall = (
     Create | Fork | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
-    | Suspend | Drop | Close | Poll | Clear | Trim
+    | Suspend | Drop | Close | Poll | Clear | Trim | Refused
 )  # fmt: skip
 """One line of a trace after the header."""
 
-_encoder: Final = msgspec.json.Encoder()
+
+def adapter_text(adapter: Adapter) -> int | str | None:
+    """An adapter as `Create` has it."""
+    if isinstance(adapter, bytes):
+        return f"hex:{adapter.hex()}"
+    marked = isinstance(adapter, str) and adapter.startswith(("hex:", "text:"))
+    return f"text:{adapter}" if marked else adapter
+
+
+def adapter_of(text: int | str | None) -> Adapter:
+    """The adapter that `Create` has. Raises ValueError for digits that are none."""
+    if not isinstance(text, str):
+        return text
+    return bytes.fromhex(text[4:]) if text.startswith("hex:") else text.removeprefix("text:")
+
+
+def _plainly(value: Any) -> Any:
+    """A number of numpy's as one of Python's."""
+    found = plain(value)
+    if found is value:
+        raise TypeError(f"{value!r} cannot be written")
+    return found
+
+
+_encoder: Final = msgspec.json.Encoder(enc_hook=_plainly)
 _header: Final = msgspec.json.Decoder(Header)
 _call: Final = msgspec.json.Decoder(AnyCall)
 

@@ -17,7 +17,7 @@ from attrs import define, field, frozen
 
 from kvstate import trace
 from kvstate.campaign.fuzz import EPISODE_CALLS
-from kvstate.campaign.legal import is_legal
+from kvstate.campaign.legal import refusal
 from kvstate.campaign.player import Look, Player
 from kvstate.campaign.rules import draw, draw_weights
 from kvstate.campaign.shrink import shrink
@@ -234,7 +234,7 @@ def _fires(key: str, program: Iterable[trace.AnyCall], *, retain: bool = False) 
 def _children(node: Node) -> Iterator[tuple[Node, Player]]:
     """The node's program with one more legal call, played."""
     parent = play(node.program)
-    legal = [call for call in _choices(node.program) if is_legal(parent, call)]
+    legal = [call for call in _choices(node.program) if refusal(parent, call) is None]
     parent.abandon()
     for call in legal:
         player = play(node.program)

@@ -20,7 +20,7 @@ from kvstate import trace
 from kvstate.campaign.player import Player
 from kvstate.config import Config
 from kvstate.device import Completion
-from kvstate.errors import DeviceError, IllegalTransition, KvStateError
+from kvstate.errors import ArgumentError, DeviceError, IllegalTransition, KvStateError
 from kvstate.gpu import HostDevice, open_device
 from kvstate.manager import Manager
 from kvstate.sequence import Sequence
@@ -262,7 +262,7 @@ def test_what_another_manager_made_is_refused(open_manager: Open, use: str) -> N
         "commit_each": lambda kv, seq: kv.commit_each(other.batch([seq]), [1]),
     }
     before = view(other)
-    unchanged(kv, lambda: uses[use](kv, strange), IllegalTransition, "the manager that made it")
+    unchanged(kv, lambda: uses[use](kv, strange), ArgumentError, "the manager that made it")
     assert view(other) == before
     assert [*batch] == [own]
 

@@ -8,7 +8,13 @@ import pytest
 from attrs import evolve
 
 from kvstate import Manager, Sequence
-from kvstate.errors import ConfigError, IllegalTransition, OutOfFrames, OutOfRows
+from kvstate.errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    IllegalTransition,
+    OutOfFrames,
+    OutOfRows,
+)
 from kvstate.gpu import HostDevice
 from kvstate.spec.laws import LAWS
 from kvstate.spec.page import PAGE
@@ -85,7 +91,7 @@ def test_a_fork_that_does_not_fit_changes_nothing(open_manager: Open) -> None:
     other = kv.create(max_tokens=4)
     with pytest.raises(OutOfRows):
         parent.fork()
-    with pytest.raises(IllegalTransition, match="7 tokens is not from 8 to 16"):
+    with pytest.raises(ArgumentError, match="7 tokens is not from 8 to 16"):
         parent.fork(7)
     with pytest.raises(IllegalTransition, match="fork is illegal in state CREATED"):
         other.fork()
@@ -157,7 +163,7 @@ def test_adapters_and_extra_keys_keep_prefixes_apart(open_manager: Open) -> None
     assert kv.probe_reuse([*PROMPT, 0], adapter="1") == 0
     assert kv.probe_reuse([*PROMPT, 0], extra_keys={1: b"cat"}) == 8
     assert kv.probe_reuse([*PROMPT, 0], extra_keys={1: (b"c", b"at")}) == 2
-    with pytest.raises(ConfigError, match="extra keys of a block are bytes"):
+    with pytest.raises(ArgumentTypeError, match=r"extra_keys\[0\] is 'cat', a str: bytes are"):
         kv.create(PROMPT, 16, extra_keys={0: "cat"})  # type: ignore[dict-item]
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from kvstate import KvStateError
 from kvstate.blocks import Loss
-from kvstate.errors import ConfigError, TraceError
+from kvstate.errors import ArgumentError, TraceError
 from kvstate.events import (
     FORMATS,
     AllBlocksCleared,
@@ -141,19 +141,19 @@ def test_a_publisher_names_blocks_by_number() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"format": "map"}, "format is 'map'; use one of maps, arrays"),
+        ({"format": "map"}, "format is 'map': one of maps, arrays is wanted"),
         ({"format": None}, "format is None"),
-        ({"hashes": "int"}, "hashes is 'int'; use one of bytes, ints"),
-        ({"most_pending_blocks": 0}, "most_pending_blocks is 0; at least 1 is wanted"),
+        ({"hashes": "int"}, "hashes is 'int': one of bytes, ints is wanted"),
+        ({"most_pending_blocks": 0}, "most_pending_blocks is 0, an int: a whole number from 1"),
     ],
 )
 def test_options_that_do_not_exist_are_refused(
     open_manager: Open, options: Any, message: str
 ) -> None:
     kv = open_manager()
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         kv.events(**options)
-    with pytest.raises(ConfigError, match="format is 'json'"):
+    with pytest.raises(ArgumentError, match="format is 'json'"):
         encode(Numbered(0, EventBatch(0.0, [])), "json")  # type: ignore[arg-type]
 
 

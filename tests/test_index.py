@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from array import array
+from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
@@ -15,7 +17,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from kvstate.blocks import Holder, Loss, Node, Place
-from kvstate.errors import ConfigError, IllegalTransition
+from kvstate.errors import ArgumentError, ArgumentTypeError, IllegalTransition
 from kvstate.events import Numbered, decode, encode
 from kvstate.index import Index
 from kvstate.index_check import check
@@ -77,40 +79,53 @@ def test_token_bytes_are_int32_whatever_they_came_as(tokens: Any) -> None:
     assert token_bytes(tokens) == bytes.fromhex("01000000 02000000 ffffff7f")
 
 
-@pytest.mark.parametrize("tokens", [7, np.int64(7), np.array(7, np.uint8), [7], range(7, 8)])
+@pytest.mark.parametrize(
+    "tokens",
+    [7, np.int64(7), np.array(7, np.uint8), [7], range(7, 8), [[7]], np.array([[7]]), [range(7, 8)],
+     array("q", [7]), deque([7]), [TorchLike([7])]],
+)  # fmt: skip
 def test_one_token(tokens: Any) -> None:
     assert token_bytes(tokens) == bytes.fromhex("07000000")
 
 
 def test_no_tokens_and_negative_ones() -> None:
-    assert token_bytes([]) == token_bytes(np.zeros(0, np.int32)) == b""
+    assert token_bytes([]) == token_bytes(np.zeros(0, np.int32)) == token_bytes([[]]) == b""
     assert token_bytes([-1]) == b"\xff\xff\xff\xff"
     assert token_bytes([-(2**31)]) == bytes.fromhex("00000080")
 
 
 REFUSED: dict[str, tuple[Any, str]] = {
-    "too large": ([1, 2**31, 2**40], "token 1 is 2147483648"),
-    "too small": (np.array([0, -(2**31) - 1]), "token 1 is -2147483649"),
-    "unsigned": (np.array([5, 2**32 + 5], np.uint64), "token 1 is 4294967301"),
-    "largest": (np.array([2**64 - 1], np.uint64), "token 0 is 18446744073709551615"),
-    "beyond 64 bits": ([1, 2, 2**70], "token 2 is 1180591620717411303424"),
-    "mixed signs": ([1, 2**63, -1], "token 1 is 9223372036854775808"),
-    "a float": ([1, 2.0], "token 1 is 2.0, a float"),
-    "floats": (np.array([1.0]), "token 0 is 1.0, a float"),
-    "not a number": ([float("nan")], "token 0 is nan"),
-    "truth": (np.array([True]), "token 0 is True, a bool"),
-    "text": (["1"], "token 0 is 1, a str"),
-    "nothing": ([1, None], "token 1 is None"),
-    "two rows": ([[1, 2], [3, 4]], r"shape \(2, 2\)"),
-    "an empty row of rows": (np.zeros((1, 0), np.int32), r"shape \(1, 0\)"),
-    "ragged": ([[1], [2, 3]], "no row of ids"),
+    "too large": ([1, 2**31, 2**40], r"tokens\[1\] is 2147483648"),
+    "too small": (np.array([0, -(2**31) - 1]), r"tokens\[1\] is -2147483649"),
+    "unsigned": (np.array([5, 2**32 + 5], np.uint64), r"tokens\[1\] is 4294967301, a uint64"),
+    "largest": (np.array([2**64 - 1], np.uint64), r"tokens\[0\] is 18446744073709551615"),
+    "beyond 64 bits": ([1, 2, 2**70], r"tokens\[2\] is 1180591620717411303424"),
+    "mixed signs": ([1, 2**63, -1], r"tokens\[1\] is 9223372036854775808"),
+    "a float": ([1, 2.0], r"tokens\[1\] is 2.0, a float"),
+    "floats": (np.array([1.0]), r"tokens\[0\] is 1.0, a float64"),
+    "not a number": ([float("nan")], r"tokens\[0\] is nan"),
+    "truth": (np.array([True]), r"tokens\[0\] is True, a bool"),
+    "truth among numbers": ([1, True], r"tokens\[1\] is True, a bool"),
+    "text": (["1"], r"tokens\[0\] is '1', a str"),
+    "a whole text": ("12", "tokens is '12', a str: a row of whole numbers is wanted"),
+    "bytes": (b"12", "tokens is b'12', a bytes"),
+    "nothing": ([1, None], r"tokens\[1\] is None"),
+    "two rows": ([[1, 2], [3, 4]], r"tokens\[0\] is \[1, 2\], a list"),
+    "two rows of an array": (np.zeros((2, 2), np.int32), r"shape \(2, 2\): one row of ids"),
+    "no row": (np.zeros((0, 2), np.int32), r"shape \(0, 2\)"),
+    "ragged": ([[1], [2, 3]], r"tokens\[0\] is \[1\], a list"),
+    "rows of rows": ([[[1]]], r"tokens\[0\]\[0\] is \[1\], a list"),
+    "without an order": ({1, 2}, "tokens is {1, 2}, a set"),
+    "by name": ({0: 1}, "tokens is {0: 1}, a dict"),
+    "read once": (iter([1]), "a list_iterator"),
+    "values that are not there": (np.ma.array([1, 2], mask=[False, True]), "not there"),
 }
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_is_no_token_is_refused_by_name_and_place(name: str) -> None:
     tokens, message = REFUSED[name]
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ArgumentError, match=message):
         token_bytes(tokens)
 
 
@@ -133,6 +148,8 @@ IDENTITIES = [
     Identity(salt=Identity().code),
     Identity(adapter=-1),
     Identity(adapter="\x80"),
+    Identity(adapter=-(2**63)),
+    Identity(adapter=2**64 - 1),
 ]
 
 
@@ -162,7 +179,7 @@ def test_equal_identities_are_one() -> None:
      {"adapter": ("a",)}, {"weights_epoch": True}, {"weights_epoch": 1.0}, {"weights_epoch": None}],
 )  # fmt: skip
 def test_fields_of_another_type_are_refused(fields: dict[str, Any]) -> None:
-    with pytest.raises(ConfigError, match=f"{next(iter(fields))} is"):
+    with pytest.raises(ArgumentError, match=f"{next(iter(fields))} is"):
         Identity(**fields)
 
 
@@ -259,7 +276,7 @@ def test_one_field_is_a_tuple_of_one_and_what_lies_beyond_is_ignored() -> None:
 
 @pytest.mark.parametrize("extra", [(), "text", ("text",), 5, bytearray(b"a"), [b"a"], (b"a", None)])
 def test_extra_keys_are_bytes(extra: Any) -> None:
-    with pytest.raises(ConfigError, match="extra keys"):
+    with pytest.raises(ArgumentTypeError, match="extra keys"):
         extra_bytes(extra)
 
 
@@ -465,12 +482,12 @@ def test_digests_are_keyed_and_name_the_whole_prefix() -> None:
 
 @pytest.mark.parametrize("key", [b"", b"k" * 65])
 def test_a_digest_key_has_a_size(key: bytes) -> None:
-    with pytest.raises(ConfigError, match="a key of"):
+    with pytest.raises(ArgumentError, match=f"the length of key is {len(key)}"):
         Index(BLOCK, key=key)
 
 
 def test_a_block_has_a_token() -> None:
-    with pytest.raises(ConfigError, match="block_tokens is 0"):
+    with pytest.raises(ArgumentError, match="block_tokens is 0"):
         Index(0)
 
 

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 
 from kvstate import (
+    ArgumentError,
     DeviceError,
     DeviceFault,
     HostExhausted,
@@ -73,7 +74,7 @@ def test_what_can_never_fit_is_refused_at_once(open_manager: Open) -> None:
 
 @pytest.mark.parametrize("tokens", [0, -1, 17])
 def test_length_of_a_new_sequence(open_manager: Open, tokens: int) -> None:
-    with pytest.raises(IllegalTransition, match=f"max_tokens is {tokens}, not from 1 to 16"):
+    with pytest.raises(ArgumentError, match=f"max_tokens is {tokens}, an int: .* from 1 to 16 is"):
         open_manager().create(max_tokens=tokens)
 
 
@@ -153,7 +154,7 @@ def test_resize_grows_and_gives_back_in_place(open_manager: Open) -> None:
     before = calls(kv)
     fill(kv, seq, 12)
     assert made(kv, before) == {}, "given-back frames are still mapped"
-    with pytest.raises(IllegalTransition, match="15 tokens is not from 16 to 16"):
+    with pytest.raises(ArgumentError, match="15 tokens is not from 16 to 16"):
         seq.resize(15)
 
 
@@ -418,26 +419,39 @@ def test_rejected_tokens_void_what_continued_from_them(open_manager: Open) -> No
     assert (seq.length_tokens, other.length_tokens) == (4, 7)
 
 
-@pytest.mark.parametrize("accepted", [[1], [5, 1], [-1, 1], [[1, 1]]])
-def test_accepted_must_fit_the_step(open_manager: Open, accepted: list[int]) -> None:
+@pytest.mark.parametrize(
+    ("accepted", "message"),
+    [([1], r"accepted has the shape \(1,\): one number for each of 2 is wanted"),
+     ([5, 1], r"accepted\[0\] is 5, an int: a whole number from 0 to 4"),
+     ([1, -1], r"accepted\[1\] is -1"), ([[1, 1]], r"accepted has the shape \(1, 2\)"),
+     (1, r"accepted has the shape \(\)")],
+)  # fmt: skip
+def test_accepted_must_fit_the_step(open_manager: Open, accepted: list[int], message: str) -> None:
     kv = open_manager()
     step = kv.step(kv.batch([start(kv), start(kv)]), 4)
-    with pytest.raises(IllegalTransition, match="accepted is"):
+    with pytest.raises(ArgumentError, match=message):
         kv.settle(step, accepted)
     kv.settle(step)
 
 
-@pytest.mark.parametrize("tokens", [-1, [1], [1, 2, 3], [1, -1]])
-def test_tokens_must_fit_the_batch(open_manager: Open, tokens: int | list[int]) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [(-1, "tokens is -1, an int: a whole number from 0 to 16 is wanted"),
+     ([1], "one number for all, or one for each of 2 is wanted"),
+     ([1, 2, 3], r"tokens has the shape \(3,\)"), ([1, -1], r"tokens\[1\] is -1")],
+)  # fmt: skip
+def test_tokens_must_fit_the_batch(
+    open_manager: Open, tokens: int | list[int], message: str
+) -> None:
     kv = open_manager()
-    with pytest.raises(IllegalTransition, match="neither one count nor one for each of 2"):
+    with pytest.raises(ArgumentError, match=message):
         kv.step(kv.batch([start(kv), start(kv)]), tokens)
 
 
 def test_a_step_beyond_max_tokens_is_refused_by_name(open_manager: Open) -> None:
     kv = open_manager()
     seq = start(kv, 8, max_tokens=8)
-    with pytest.raises(IllegalTransition, match=r"sequence 1: step.*9 tokens is not from 0 to 8"):
+    with pytest.raises(ArgumentError, match=r"sequence 1: step.*9 tokens is not from 0 to 8"):
         kv.step(kv.batch([seq]))
 
 
@@ -487,7 +501,7 @@ def test_full_blocks_are_committed_and_keep_their_tokens(open_manager: Open) -> 
     seq.commit(np.array([13, 14], np.int64))
     assert kv.stats().pages == {"COMMITTED": 2, "ACTIVE": 2}
     assert [np.frombuffer(key, np.int32).tolist() for key in seq.keys] == [[10, 11], [12, 13]]
-    with pytest.raises(IllegalTransition, match="8 tokens is not from 5 to 7"):
+    with pytest.raises(ArgumentError, match="8 tokens is not from 5 to 7"):
         seq.commit([1, 2, 3])
 
 
@@ -510,7 +524,7 @@ def test_a_rewind_waits_for_nobody(open_manager: Open) -> None:
     with pytest.raises(IllegalTransition, match=r"needs \(steps == 0\) and \(not loading\)"):
         seq.rewind(1)
     kv.settle(step)
-    with pytest.raises(IllegalTransition, match="6 tokens is not from 0 to 5"):
+    with pytest.raises(ArgumentError, match="6 tokens is not from 0 to 5"):
         seq.rewind(6)
 
 

@@ -446,6 +446,15 @@ def _pressed(kv: Manager) -> None:
     said(kv, [7] * 8).close()
 
 
+def _left_while_loading(kv: Manager) -> None:
+    """The owner leaves, and then the one whose copy of it is on its way."""
+    owner = said(kv, PROMPT)
+    taker = kv.create([*PROMPT, 7], 16)
+    taker.resume()
+    owner.drop()
+    taker.close()
+
+
 LEFT = ("GPU", "closed", 4)
 PROGRAMS: dict[str, tuple[dict[str, Any], Callable[[Manager], object], list[Any]]] = {
     "closed": ({"slots": 0}, lambda kv: said(kv, PROMPT).close(), [LEFT]),
@@ -480,6 +489,7 @@ PROGRAMS: dict[str, tuple[dict[str, Any], Callable[[Manager], object], list[Any]
         partial(_closed_and, Manager.trim),
         [("GPU", "spilled", 4)],
     ),
+    "unarrived": ({"slots": 0, "spans": "off"}, _left_while_loading, [("GPU", "unarrived", 4)]),
     "replaced": ({}, _computed_again, [LEFT, ("CPU", "replaced", 2)]),
     "cut": (
         {},
@@ -666,7 +676,7 @@ def test_the_names_of_another_process_are_equal(open_manager: Open) -> None:
         (b"", "digest_key is 0 bytes; 1 to 64 bytes are wanted"),
         (bytes(65), "digest_key is 65 bytes"),
         ("secret", "digest_key is a str"),
-        (5, "digest_key is a int"),
+        (5, "digest_key is an int"),
     ],
 )
 def test_a_key_that_is_none_is_refused(key: Any, message: str) -> None:

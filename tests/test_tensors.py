@@ -19,6 +19,7 @@ import pytest
 from numpy.lib import NumpyVersion
 
 from kvstate import (
+    ArgumentError,
     Config,
     ConfigError,
     DeadView,
@@ -196,12 +197,13 @@ def test_refusals_say_what_to_do(open_layers: OpenLayers) -> None:
         kv.tensors(seq, 0)
     seq.resume()
     grow(kv, seq, 3)
-    for tokens in (9, -1):
-        reason = f"{tokens} tokens is not from 0 to 8, its capacity; resize it first for more"
-        with pytest.raises(IllegalTransition, match=reason):
-            kv.tensors(seq, 0, tokens)
+    reason = "9 tokens is not from 0 to 8, its capacity; resize it first for more"
+    with pytest.raises(ArgumentError, match=reason):
+        kv.tensors(seq, 0, 9)
+    with pytest.raises(ArgumentError, match="tokens is -1, an int"):
+        kv.tensors(seq, 0, -1)
     for layer in (4, -1):
-        with pytest.raises(IllegalTransition, match=f"layer {layer} is not from 0 to 3"):
+        with pytest.raises(ArgumentError, match=f"layer is {layer}, an int: .* from 0 to 3 is"):
             kv.tensors(seq, layer)
     seq.suspend()
     with pytest.raises(IllegalTransition, match="state SUSPENDED: it has no GPU memory"):

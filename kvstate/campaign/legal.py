@@ -1,8 +1,11 @@
-"""Which calls are legal now: what the table says of the state, and the story of the numbers.
+"""Which calls are legal now, and what those that are not must raise.
+
+An illegal call must change nothing and raise, of these, the first that is so: ArgumentError, if a
+number can be right in no state of what it is about; IllegalTransition, if the table has no row; and
+ArgumentError again, if a number is wrong now, by the story of the numbers.
 
 Worked out before a call is made, and afresh in every program that plays it, so that a program that
-has lost calls is still judged rightly. A call that is not legal must raise `IllegalTransition` and
-change nothing.
+has lost calls is still judged rightly.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstate import trace
+from kvstate.errors import ArgumentError, IllegalTransition, KvStateError
 from kvstate.sequence import Sequence
 from kvstate.spec.compiled import MACHINES
 from kvstate.spec.sequence import SEQUENCE
@@ -28,53 +32,91 @@ def may(seq: Sequence, event: str) -> bool:
     return MACHINES.object(f"sequence.{event}").decide(seq) is not None
 
 
-def is_legal(player: Player, call: trace.AnyCall) -> bool:
-    """Whether the call may be made now. Raises Skip if what it names was never made."""
-    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
-        return True
-    if isinstance(call, trace.Create):
-        return 0 < call.max_tokens <= player.config.max_tokens
-    if isinstance(call, trace.Dummy):
-        return 0 < call.tokens <= player.config.max_tokens
-    if isinstance(call, trace.Step):
-        wanted = zip(call.seqs, call.tokens, strict=True)
-        return all(_may_step(player.known(name).seq, count) for name, count in wanted)
-    if isinstance(call, trace.CommitEach):
-        members = [player.known(name) for name in call.seqs]
-        ready = all(may(one.seq, "commit") for one in members)
-        return ready and all(one.story.known < one.story.settled for one in members)
+def refusal(player: Player, call: trace.AnyCall) -> type[KvStateError] | None:
+    """What the call must raise; None if it may be made. Raises Skip if what it names was never
+    made."""
+    members = [player.known(name) for name in _names(call)]
+    if not _can_be(player, call):
+        return ArgumentError
     if isinstance(call, trace.Settle):
-        return _may_settle(player.launched(call.step), call.accepted)
-    played = player.known(call.seq)
-    return may(played.seq, call.event) and _fits(played, call)
+        return None if _in_order(player.launched(call.step)) else IllegalTransition
+    if not all(may(one.seq, call.event) for one in members):
+        return IllegalTransition
+    fit = all(_fits(one, call, at) for at, one in enumerate(members))
+    return None if fit else ArgumentError
 
 
-def _may_step(seq: Sequence, count: int) -> bool:
-    return may(seq, "step") and 0 <= count <= seq.max_tokens - seq.scheduled_tokens
+def _names(call: trace.AnyCall) -> list[int]:
+    """The sequences that the call is about, and that are there already."""
+    match call:
+        case trace.Step() | trace.CommitEach():
+            return call.seqs
+        case trace.Create() | trace.Dummy() | trace.Settle():
+            return []
+        case trace.Poll() | trace.Clear() | trace.Trim() | trace.Refused():
+            return []
+        case _:
+            return [call.seq]
 
 
-def _may_settle(launch: Launch, accepted: list[int] | None) -> bool:
-    """Every earlier step of its living sequences is settled, and no more is accepted than
-    issued."""
-    if accepted is not None:
-        if len(accepted) != len(launch.parts):
-            return False
-        counts = [part.count for part in launch.parts]
-        if any(not 0 <= taken <= count for taken, count in zip(accepted, counts, strict=True)):
-            return False
+def _can_be(player: Player, call: trace.AnyCall) -> bool:
+    """No number of the call is wrong whatever the sequences are at."""
+    most = player.config.max_tokens
+    match call:
+        case trace.Create():
+            blocks = range(-(-call.max_tokens // player.config.tokens_per_block))
+            return 0 < call.max_tokens <= most and all(int(at) in blocks for at in call.extra_keys)
+        case trace.Fork():
+            return 0 < call.max_tokens <= most
+        case trace.Dummy():
+            return 0 < call.tokens <= most
+        case trace.Resize() | trace.Rewind():
+            return 0 <= call.tokens <= most
+        case trace.Step():
+            return _once(call) and all(0 <= count <= most for count in call.tokens)
+        case trace.CommitEach():
+            return _once(call)
+        case trace.Settle():
+            return _no_more(player.launched(call.step), call.accepted)
+        case _:
+            return True
+
+
+def _once(call: trace.Step | trace.CommitEach) -> bool:
+    """Each sequence is named once, and has one number."""
+    return len({*call.seqs}) == len(call.seqs) == len(call.tokens)
+
+
+def _no_more(launch: Launch, accepted: list[int] | None) -> bool:
+    """No more is accepted than issued."""
+    if accepted is None:
+        return True
+    counts = [part.count for part in launch.parts]
+    pairs = zip(accepted, counts, strict=False)
+    return len(accepted) == len(counts) and all(0 <= taken <= count for taken, count in pairs)
+
+
+def _in_order(launch: Launch) -> bool:
+    """Every earlier step of its living sequences is settled."""
     live = [part for part in launch.parts if part.lives and part.count]
     return all(part.start == part.played.story.settled for part in live)
 
 
-def _fits(played: Played, call: trace.AnyCall) -> bool:
-    """The numbers of the call fit the sequence."""
+def _fits(played: Played, call: trace.AnyCall, at: int) -> bool:
+    """The numbers of the call fit this sequence, the `at`-th that it names, as it is now."""
     seq, story = played.seq, played.story
-    if isinstance(call, trace.Resize):
-        return seq.written_tokens <= call.tokens <= seq.max_tokens
-    if isinstance(call, trace.Fork):
-        return max(1, story.settled) <= call.max_tokens <= seq.kv.config.max_tokens
-    if isinstance(call, trace.Rewind):
-        return 0 <= call.tokens <= story.settled
-    if isinstance(call, trace.Commit):
-        return len(call.tokens) <= story.settled - story.known
-    return True
+    match call:
+        case trace.Step():
+            return call.tokens[at] <= seq.max_tokens - seq.scheduled_tokens
+        case trace.CommitEach():
+            return story.known < story.settled
+        case trace.Resize():
+            return seq.written_tokens <= call.tokens <= seq.max_tokens
+        case trace.Fork():
+            return max(1, story.settled) <= call.max_tokens
+        case trace.Rewind():
+            return call.tokens <= story.settled
+        case trace.Commit():
+            return len(call.tokens) <= story.settled - story.known
+        case _:
+            return True

@@ -23,11 +23,12 @@ from attrs import define, field
 from kvstate import trace
 from kvstate.blocks import Lost
 from kvstate.campaign.kept import Kept
-from kvstate.campaign.legal import is_legal
+from kvstate.campaign.legal import refusal
 from kvstate.campaign.model import Broken, Ids, Library, SegmentRow, Story, packed
 from kvstate.campaign.reading import begin, host_rows, publish
 from kvstate.device import SEGMENT, ByteDevice, Check, FillRun, Stream
 from kvstate.errors import (
+    ArgumentError,
     CapacityError,
     DeviceError,
     DeviceFault,
@@ -157,6 +158,8 @@ class Player:
 
     def apply(self, call: trace.AnyCall) -> trace.AnyCall:
         """Play one call; the call with what came of it. Raises Broken."""
+        if isinstance(call, trace.Refused):
+            return call
         try:
             return self._apply(call)
         except LawViolation as broken:
@@ -175,10 +178,10 @@ class Player:
         self.device.script(call.ended, call.failed)
         self._tell_failures(call)
         error: KvStateError | None = None
-        poisoned, legal = self.kv.actor.fault is not None, True
+        poisoned, due = self.kv.actor.fault is not None, None
         held = self.device.ledger() if poisoned else None
         try:
-            legal = is_legal(self, call)
+            due = refusal(self, call)
             getattr(self, f"_{type(call).__name__.lower()}")(call)
         except Skip:
             return call
@@ -195,7 +198,7 @@ class Player:
             self._same(f"{call} of a poisoned manager raised", type(error), DeviceFault)
             self._check_kept(held)
         else:
-            self._judge(call, error, legal)
+            self._judge(call, error, due)
         self._after(call)
         return msgspec.structs.replace(call, error=type(error).__name__ if error else None)
 
@@ -266,7 +269,11 @@ class Player:
     # One method a call: the manager first, then what the model learns from it.
 
     def _create(self, call: trace.Create) -> None:
-        salt, adapter, extras = bytes.fromhex(call.salt), _adapter(call.adapter), _extras(call)
+        salt, adapter, extras = (
+            bytes.fromhex(call.salt),
+            trace.adapter_of(call.adapter),
+            _extras(call),
+        )
         seq = self.kv.create(
             call.prompt, call.max_tokens, salt=salt, adapter=adapter, extra_keys=extras,
             commit=call.commit, reserve=call.reserve,
@@ -325,8 +332,6 @@ class Player:
 
     def _step(self, call: trace.Step) -> None:
         members = [self.known(name) for name in call.seqs]
-        if len(set(members)) != len(members):
-            raise Skip
         batch = self.kv.batch(played.seq for played in members)
         step = self.kv.step(batch, call.tokens)
         self._learn()
@@ -467,8 +472,10 @@ class Player:
                 story.life += 1
                 story.phase = "SUSPENDED"
 
-    def _judge(self, call: trace.AnyCall, error: KvStateError | None, legal: bool) -> None:
-        """Whether the call may have raised this, or should have raised something."""
+    def _judge(
+        self, call: trace.AnyCall, error: KvStateError | None, due: type[KvStateError] | None
+    ) -> None:
+        """Whether the call may have raised this, or should have raised what was due."""
         if isinstance(error, CapacityError):
             place = str(getattr(error, "place", type(error).__name__))
             self.refused[place] += 1
@@ -476,16 +483,20 @@ class Player:
         if isinstance(error, DeviceFault | DeviceError) and not told:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
         if not self._lost:
-            self._judge_legality(call, error, legal)
+            self._judge_legality(call, error, due)
         found = type(error).__name__ if error else None
         if self.strict and call.error != found:
             raise Broken("replay", f"{call} raised {error!r}")
 
-    def _judge_legality(self, call: trace.AnyCall, error: KvStateError | None, legal: bool) -> None:
-        if legal and isinstance(error, IllegalTransition):
+    def _judge_legality(
+        self, call: trace.AnyCall, error: KvStateError | None, due: type[KvStateError] | None
+    ) -> None:
+        illegal = isinstance(error, ArgumentError | IllegalTransition)
+        if due is None and illegal:
             raise Broken("legal call refused", f"{call} raised {error!r}")
-        if not legal and not isinstance(error, IllegalTransition | DeviceError | DeviceFault):
-            raise Broken("illegal call accepted", f"{call} raised {error!r}")
+        if due is not None and not isinstance(error, due | DeviceError | DeviceFault):
+            kind = "illegal call misnamed" if illegal else "illegal call accepted"
+            raise Broken(kind, f"{call} raised {error!r}, not {due.__name__}")
 
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""
@@ -577,15 +588,13 @@ class Player:
 
     def _enter_tenant(self, story: Story) -> None:
         """The index has a name for the tenant of a story."""
-        born = story.born
-        identity = Identity(bytes.fromhex(born.salt), _adapter(born.adapter), story.epoch)
+        identity = Identity(*_owner(story.born), story.epoch)
         self.kept.roots[identity.code] = story.above([])
 
     def _would_find(self, story: Story, tokens: Ids) -> int:
         """What a newcomer like the story would have of these tokens, one more behind them."""
-        born = story.born
-        extras = _extras(born)
-        salt, adapter = bytes.fromhex(born.salt), _adapter(born.adapter)
+        salt, adapter = _owner(story.born)
+        extras = _extras(story.born)
         prompt = [*tokens, 0]
         found = self.kv.probe_reuse(prompt, salt=salt, adapter=adapter, extra_keys=extras)
         block = self.config.tokens_per_block
@@ -596,14 +605,13 @@ class Player:
             raise Broken("model", f"{what} is {found}, but should be {wanted}")
 
 
-def _adapter(adapter: int | str | None) -> Adapter:
-    if isinstance(adapter, str) and adapter.startswith("hex:"):
-        return bytes.fromhex(adapter[4:])
-    return adapter
-
-
 def _tenant(salt: bytes = b"", adapter: Adapter = None) -> bytes:
     return repr((salt, adapter)).encode()
+
+
+def _owner(call: trace.Create) -> tuple[bytes, Adapter]:
+    """Whose a sequence is: its salt and its adapter."""
+    return bytes.fromhex(call.salt), trace.adapter_of(call.adapter)
 
 
 def _extras(call: trace.Create) -> dict[int, tuple[bytes, ...]]:

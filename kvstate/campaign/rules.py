@@ -202,9 +202,12 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
         born = story.born if story.born and random.random() < 0.9 else like
         like = born if random.random() < 0.75 else replace(born, extra_keys=like.extra_keys)
         prompt = [*known, *prompt]
-    name = player.next_name()
+    name, blocks = player.next_name(), -(-tokens // player.config.tokens_per_block)
     if random.random() < 0.4:
         player.planned.append(trace.Resume(seq=name, stream=random.randrange(STREAMS)))
+    if random.random() < 0.9:  # else it may have a key of a block that it never has
+        kept = {at: extra for at, extra in like.extra_keys.items() if int(at) < blocks}
+        like = replace(like, extra_keys=kept)
     return replace(
         like, seq=name, max_tokens=tokens, prompt=prompt, commit=random.random() < 0.8,
         reserve=random.random() < 0.15, fail={}, error=None,

@@ -79,10 +79,9 @@ SHARING: Final = (
         fault=Fault(
             "a probe counts as a use",
             "kvstate/admission.py",
-            "        found = self._look_up(identity, prompt, _checked(",
-            "        self.reuse.index.touch(\n"
-            "            self._look_up(identity, prompt, {}, self.config.max_tokens).nodes)\n"
-            "        found = self._look_up(identity, prompt, _checked(",
+            "extras, longest)\n        return self._tokens(found)\n",
+            "extras, longest)\n        self.reuse.index.touch(found.nodes)\n"
+            "        return self._tokens(found)\n",
             "S08",
         ),
         config=config(slots=4),
@@ -172,7 +171,7 @@ SHARING: Final = (
         program=(
             *opened(1, MORE),
             trace.Step(step=5, seqs=[1], tokens=[6]),
-            trace.Commit(seq=1, tokens=IDS, error="IllegalTransition"),
+            trace.Commit(seq=1, tokens=IDS, error="ArgumentError"),
             *opened(2, MORE),
             matched(2, 0),
             trace.Settle(step=5),

@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvstate.device import CALLS, CopyRun, Direction, FillRun, MapRun, UnmapRun
-from kvstate.errors import ConfigError, DeviceError
+from kvstate.errors import ArgumentError, ConfigError, DeviceError
 from kvstate.gpu import KINDS, open_device, why_no_cuda
 from kvstate.gpu.streams import MODES
 from tests.device.factories import (
@@ -515,7 +515,7 @@ def test_what_cannot_be_opened_is_refused_in_words() -> None:
     for name in ("tape", "host:1", "cuda:one"):
         with pytest.raises(ConfigError, match=f"no device '{name}'; choose one of auto, cuda, h"):
             open_device(name)
-    with pytest.raises(ConfigError, match="no stream mode 'lazy'; choose one of eager"):
+    with pytest.raises(ArgumentError, match="streams is 'lazy': one of eager, latest, pct, adv"):
         open_device("null", streams="lazy")
 
 

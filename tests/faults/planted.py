@@ -225,9 +225,16 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        "self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
-        "self._grow_batch(batch, over, ends)\n",
+        '{len(batch)} sequences", batch)\n            ends = columns.scheduled + counts\n',
+        '{len(batch)} sequences", batch)\n',
         "B65",
+    ),
+    Fault(
+        "a wrong number is told as a wrong state",
+        "kvstate/core.py",
+        '            raise ArgumentError(f"{seq}: {event}:',
+        "            from kvstate.errors import IllegalTransition\n"
+        '            raise IllegalTransition(str(seq), event, seq.state_name, f"{event}:',
     ),
     Fault(
         "another tenant's prefix is found",
