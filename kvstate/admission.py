@@ -21,6 +21,7 @@ from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Stream
 from kvstate.errors import IllegalTransition, KvStateError, OutOfRows
+from kvstate.guard import guarded
 from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, extra_bytes, token_bytes
 from kvstate.lines import source_of
 from kvstate.plan import Plan, Run
@@ -78,6 +79,7 @@ def _checked(extra_keys: Extras | None) -> Extras:
 class Admission(Stepping):
     """The calls that admit sequences and give them memory."""
 
+    @guarded
     def create(
         self,
         prompt_tokens: npt.ArrayLike | None = None,
@@ -124,6 +126,7 @@ class Admission(Stepping):
         if not self.columns.free:
             rows = self.columns.rows
             raise self._refused(OutOfRows(f"all {rows} rows are in use; close a sequence first"))
+        self.life.change()
         self._created += 1
         row = self.columns.free.pop()
         seq = Sequence(cast("Manager", self), self._created, row, tokens, identity, prompt, commit)
@@ -133,6 +136,7 @@ class Admission(Stepping):
 
     # Looking up.
 
+    @guarded
     def probe_reuse(
         self,
         prompt_tokens: npt.ArrayLike,
@@ -181,6 +185,7 @@ class Admission(Stepping):
         aliased = seq.pages.states[node.ordinal] == ALIASED.code
         return source_of(node) is not None and (aliased or node.owner is seq)
 
+    @guarded
     def admits(self, capacity_tokens: int) -> bool:
         """Whether the gate would let a sequence of that many tokens in now.
 
@@ -209,6 +214,7 @@ class Admission(Stepping):
         kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=competing)
         return self.gpu.budget_frames - self.gpu.charged - kept - self._promised()
 
+    @guarded
     def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:
         """How many more sequences of that length could all run to their end now, if each maps the
         same `shared_tokens` that somebody has already. Whole frames are shared, as in `resume`."""
@@ -219,6 +225,7 @@ class Admission(Stepping):
         one = not self._running and self._unpromised(competing=False) >= each
         return max(int(one), self._unpromised(competing=True) // each)
 
+    @guarded
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
         frames = self.gpu.budget_frames // max(1, sequences)
@@ -226,6 +233,7 @@ class Admission(Stepping):
 
     # Beginning.
 
+    @guarded
     def resume(self, seq: Sequence, stream: Stream = None) -> None:
         """Give the sequence a range; if it was suspended, copy its bytes back.
 
@@ -240,6 +248,7 @@ class Admission(Stepping):
         self._enter(seq)
         self._begin(seq, stream, None)
 
+    @guarded
     def fork(
         self, parent: Sequence, max_tokens: int | None = None, stream: Stream = None
     ) -> Sequence:
@@ -255,6 +264,7 @@ class Admission(Stepping):
         tokens = parent.max_tokens if max_tokens is None else max_tokens
         least = max(1, parent.length_tokens)
         self._check_length(parent, "fork", least, tokens, self.config.max_tokens)
+        self.device.check_stream(stream)
         child = self._admit(
             parent.known_ids, tokens, parent.identity, parent.extras, commit=parent.commits
         )

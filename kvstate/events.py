@@ -18,6 +18,7 @@ a newer field of vLLM's there); a wall clock (no decision and no test may depend
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterable
 from typing import Annotated, Final, NamedTuple
 
@@ -27,9 +28,10 @@ from msgspec import Meta, Struct
 
 from kvstate.blocks import Medium, Node
 from kvstate.errors import TraceError
+from kvstate.handles import Handle
 from kvstate.index import Index
 from kvstate.keys import Adapter
-from kvstate.threads import Owner
+from kvstate.life import Life
 
 Number = Annotated[int, Meta(ge=0)]
 NUMBER_BYTES: Final = 8
@@ -103,7 +105,7 @@ def decode(number: bytes, batch: bytes) -> Numbered:
         raise TraceError(f"batch {found}: {error}") from error
 
 
-class Publisher:
+class Publisher(Handle):
     """Makes events of what an index changes. It listens to the index, and first tells what is there
     already.
 
@@ -114,8 +116,9 @@ class Publisher:
     send them on any thread.
     """
 
-    owner: Owner | None = None
-    """The only thread that may call, if somebody looks."""
+    instead = "make another one with `events`"
+    life: Life | None = None
+    """Of the manager, if it is one's: who may call, and when."""
 
     def __init__(
         self, index: Index, rank: int | None = None, most_events: int | None = None
@@ -174,8 +177,8 @@ class Publisher:
         return batches
 
     def _check(self, call: str) -> None:
-        if self.owner is not None:
-            self.owner.check("the events", call, "OPEN")
+        if self.life is not None:
+            self.life.look(call, sys._getframe(2))
 
 
 def _continues(last: Event | None, parent: bytes | None, medium: Medium) -> bool:

@@ -255,6 +255,9 @@ class Reuse(Lines):
     def mirror(self, block_bytes: int) -> None:
         """Copy out what was committed since the last time, all of it in one go, as far as there is
         room or can be made; a block only behind the one before it."""
+        if not self._bare:
+            return
+        self.actor.life.change()
         bare, self._bare = self._bare, []
         nodes = self._leading(node for node, _ in bare)
         if not nodes:

@@ -19,7 +19,10 @@ from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Event, Stream
 from kvstate.errors import IllegalTransition
+from kvstate.guard import guarded
+from kvstate.handles import Handle
 from kvstate.keys import Extras, Identity
+from kvstate.life import Life
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (
     DROPPED,
@@ -123,7 +126,7 @@ class Transfer:
         return self.seq.life == self.life
 
 
-class Sequence:
+class Sequence(Handle):
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
@@ -131,6 +134,7 @@ class Sequence:
         "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt",
         "range", "reserves", "row", "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
+    instead = "pass it on as it is, or `fork` it for one that goes its own way"
 
     def __init__(
         self, kv: Manager, uid: int, row: int, max_tokens: int, identity: Identity, prompt: bytes,
@@ -342,7 +346,7 @@ class Sequence:
         self.kv.close_sequence(self, after)
 
 
-class Batch:
+class Batch(Handle):
     """Sequences that are stepped together, as a mask over rows. Build one with `Manager.batch`.
 
     Keep it from step to step and change it with `add` and `remove`: what it has worked out about
@@ -350,12 +354,13 @@ class Batch:
     """
 
     __slots__ = (
-        "_counts", "_tokens", "columns", "commit_version", "mask", "members", "named", "rows",
-        "seqs", "version",
+        "_counts", "_tokens", "columns", "commit_version", "life", "mask", "members", "named",
+        "rows", "seqs", "version",
     )  # fmt: skip
+    instead = "make another one with `batch`"
 
-    def __init__(self, columns: Columns, seqs: Iterable[Sequence]) -> None:
-        self.columns = columns
+    def __init__(self, life: Life, columns: Columns, seqs: Iterable[Sequence]) -> None:
+        self.life, self.columns = life, columns
         self.members: dict[Sequence, int] = {}
         """Row by sequence, in the order of the batch."""
         self.seqs: tuple[Sequence, ...] = ()
@@ -370,7 +375,8 @@ class Batch:
         self.commit_version = -1
         """The same for committing."""
         for seq in seqs:
-            self._join(seq)
+            self._check(seq)
+            self.members[seq] = seq.row
         self._changed()
 
     def __str__(self) -> str:
@@ -390,16 +396,21 @@ class Batch:
     def __contains__(self, seq: object) -> bool:
         return seq in self.members
 
+    @guarded
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the batch. O(batch)."""
-        _check_thread(seq, "add")
-        self._join(seq)
+        self._check(seq)
+        self.life.change()
+        self.members[seq] = seq.row
         self._changed()
 
+    @guarded
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out. O(batch)."""
-        _check_thread(seq, "remove")
-        del self.members[seq]
+        members = dict(self.members)
+        del members[seq]
+        self.life.change()
+        self.members = members
         self._changed()
 
     def counts(self, tokens: int | npt.ArrayLike) -> Column:
@@ -410,15 +421,16 @@ class Batch:
         if numbers.shape not in ((), self.rows.shape) or np.any(numbers < 0):
             reason = f"tokens is {numbers}: neither one count nor one for each of {len(self)}"
             raise IllegalTransition("a batch", "step", "ACTIVE", reason)
-        self._counts = np.zeros_like(self.mask)
-        self._counts[self.rows] = numbers
+        counts = np.zeros_like(self.mask)
+        counts[self.rows] = numbers
+        self._tokens = None  # an interrupt may leave one of the two, and never both of two calls
+        self._counts = counts
         self._tokens = tokens if type(tokens) is int else None
-        return self._counts
+        return counts
 
-    def _join(self, seq: Sequence) -> None:
+    def _check(self, seq: Sequence) -> None:
         if seq.columns is not self.columns:
             raise foreign(seq)
-        self.members[seq] = seq.row
 
     def _changed(self) -> None:
         self.seqs = tuple(self.members)
@@ -436,12 +448,7 @@ def foreign(subject: Sequence | Batch | Step) -> IllegalTransition:
     return IllegalTransition(str(subject), "use by another manager", subject.state_name, reason)
 
 
-def _check_thread(seq: Sequence, call: str) -> None:
-    if seq.kv.owner is not None:
-        seq.kv.owner.check("a batch", call, seq.state_name)
-
-
-class Step:
+class Step(Handle):
     """One step of a batch: who writes how many tokens from which position. Made by
     `Manager.step`."""
 
@@ -449,6 +456,7 @@ class Step:
         "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state",
         "version",
     )  # fmt: skip
+    instead = "settle it as it is"
 
     def __init__(self, number: int, batch: Batch, counts: Column, columns: Columns) -> None:
         self.number, self.columns = number, columns

@@ -17,6 +17,7 @@ from kvstate import runs
 from kvstate.arena import Range
 from kvstate.core import Core
 from kvstate.errors import IllegalTransition
+from kvstate.guard import guarded
 from kvstate.keys import extra_bytes
 from kvstate.plan import Cells, Plan
 from kvstate.sequence import Batch, Column, Sequence, Step
@@ -35,8 +36,13 @@ class Stepping(Core):
 
     def batch(self, seqs: Iterable[Sequence]) -> Batch:
         """Sequences to step together. Building it costs O(batch); stepping it does not."""
-        return Batch(self.columns, seqs)
+        return self._batch(tuple(seqs))  # what makes them may be calls, so it runs before this one
 
+    @guarded
+    def _batch(self, seqs: tuple[Sequence, ...]) -> Batch:
+        return Batch(self.life, self.columns, seqs)
+
+    @guarded
     def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
         """Issue a step: room and positions for the next tokens of every sequence of the batch.
 
@@ -46,16 +52,18 @@ class Stepping(Core):
         Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
         self._enter(batch)
-        if self.reuse.mirrors:
-            self.reuse.mirror(self.geometry.block_bytes)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
         ends = columns.scheduled + counts
         over = (ends > columns.capacity) & batch.named
-        if np.count_nonzero(over):
-            self._grow_batch(batch, over, ends)
+        wanted = self._wanted(batch, over, ends) if np.count_nonzero(over) else []
+        if self.reuse.mirrors:
+            self.reuse.mirror(self.geometry.block_bytes)
+        if wanted:
+            self._grow(wanted, f"a step of {len(batch)} sequences", batch)
             ends = columns.scheduled + counts
+        self.life.change()
         self._stepped += 1
         step = Step(self._stepped, batch, counts, columns)
         columns.scheduled = ends
@@ -70,7 +78,10 @@ class Stepping(Core):
             plan.move(_STEP, seq)
         batch.version = self.columns.version
 
-    def _grow_batch(self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column) -> None:
+    def _wanted(
+        self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column
+    ) -> list[tuple[Sequence, int]]:
+        """Who must have how many frames for the step."""
         wanted = []
         for seq in batch.seqs:
             if over[seq.row]:
@@ -79,13 +90,14 @@ class Stepping(Core):
                 wanted.append((seq, self.geometry.frames(end)))
         if self.config.gpu.map_ahead_frames and any(_maps(*pair) for pair in wanted):
             wanted += self._as_they_are(seq for seq in batch.seqs if not over[seq.row])
-        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+        return wanted
 
     def _as_they_are(self, seqs: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Those who need no frames now, so that they get their margin in the same call: else each
         of many would soon make one for itself."""
         return [(seq, seq.range.used) for seq in seqs if seq.range is not None]
 
+    @guarded
     def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
         """A step is done on the device: its accepted tokens are really there.
 
@@ -116,21 +128,25 @@ class Stepping(Core):
     ) -> tuple[Plan, Column, tuple[Sequence, ...]]:
         """The careful way: some sequence changed since the step, or rejects tokens."""
         self._legal(_SETTLE, step)
+        taken = self._accepted(step, accepted)
+        for seq in self._members(step):
+            self._check_order(step, seq)
         if self.flight.loads and any(seq.loading for seq in step.seqs):
             self.flight.poll()
             if any(seq.loading for seq in step.seqs):
                 self.flight.quiesce()
-        taken = self._accepted(step, accepted)
-        live = self.columns.life == step.life
-        members = [seq for seq in step.seqs if live[seq.row]]
-        for seq in members:
-            self._check_order(step, seq)
+        live, members = self.columns.life == step.life, self._members(step)
         plan = self.flight.plan()
         leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
         plan.operands = {"members": members, "leavers": leavers}
         plan.move(_SETTLE, step)
         void = tuple(seq for seq in step.seqs if not live[seq.row])
         return plan, np.where(live, taken, 0), void
+
+    def _members(self, step: Step) -> list[Sequence]:
+        """Those whose bytes still live the life that the step was issued in."""
+        live = self.columns.life == step.life
+        return [seq for seq in step.seqs if live[seq.row]]
 
     def _accepted(self, step: Step, accepted: npt.ArrayLike | None) -> Column:
         taken = step.counts.copy()
@@ -163,6 +179,7 @@ class Stepping(Core):
                     if later.number > step.number and later.names(seq):
                         later.void(seq.row)
 
+    @guarded
     def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
         """Name the ids of the next written tokens; blocks that are full become read-only.
 
@@ -194,6 +211,7 @@ class Stepping(Core):
         naming = self.reuse.naming(seq, keys)
         plan.operands = naming.operands
         plan.move(_COMMIT, seq)
+        self.life.change()
         seq.keys += keys
         self.reuse.named(seq, naming)
 
@@ -202,6 +220,7 @@ class Stepping(Core):
         extra = seq.extras.get(block)
         return b"" if extra is None else extra_bytes(extra)
 
+    @guarded
     def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
         """Commit one token of every sequence of the batch: what `commit` does for one, for all.
 
@@ -217,6 +236,7 @@ class Stepping(Core):
         if ids.shape != places.shape or np.count_nonzero(places >= columns.settled[rows]):
             self._refuse_commit(batch, ids)
         full = np.flatnonzero((places + 1) % block == 0).tolist()
+        self.life.change()
         columns.open_block[rows, places % block] = ids
         columns.known += batch.mask
         plan = self.flight.plan()
@@ -241,6 +261,7 @@ class Stepping(Core):
             known = seq.committed_tokens
             self._check_length(seq, "commit", known, known + 1, seq.length_tokens)
 
+    @guarded
     def stop_committing(self, seq: Sequence) -> None:
         """From here on the sequence's blocks stay writable and private."""
         self._enter(seq)

@@ -212,9 +212,17 @@ class Trim(Call, frozen=True, kw_only=True):
     keep: Count = 0
 
 
+class Refused(Call, frozen=True, kw_only=True):
+    """A call of that name that was refused, and cannot be made again from a trace: what it was
+    given is only told. A replay passes over it."""
+
+    name: str
+    arguments: dict[str, str] = {}
+
+
 AnyCall = (
     Create | Fork | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
-    | Suspend | Drop | Close | Poll | Clear | Trim
+    | Suspend | Drop | Close | Poll | Clear | Trim | Refused
 )  # fmt: skip
 """One line of a trace after the header."""
 

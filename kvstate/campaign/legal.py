@@ -30,7 +30,7 @@ def may(seq: Sequence, event: str) -> bool:
 
 def is_legal(player: Player, call: trace.AnyCall) -> bool:
     """Whether the call may be made now. Raises Skip if what it names was never made."""
-    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
+    if isinstance(call, trace.Poll | trace.Clear | trace.Trim | trace.Refused):
         return True
     if isinstance(call, trace.Create):
         return 0 < call.max_tokens <= player.config.max_tokens

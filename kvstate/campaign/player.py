@@ -161,6 +161,8 @@ class Player:
                 raise Broken(LOST, self.device.lost)
 
     def _apply(self, call: trace.AnyCall) -> trace.AnyCall:
+        if isinstance(call, trace.Refused):
+            return call
         self._lost, self.last = False, getattr(call, "seq", None)
         self.rewound = isinstance(call, trace.Rewind)
         if self.last in self.seqs:
@@ -227,10 +229,9 @@ class Player:
 
     def abandon(self) -> None:
         """Give everything back without any check: something is broken already."""
-        if not self.kv.closed:
-            self.kv.life.close()
+        self.kv.life.poison("it was abandoned")
         self.device.wake()
-        self.device.close()
+        self.kv.close()
 
     def alike(self) -> list[int]:
         """Other sequences of the last one's tenant that begin with the same block."""

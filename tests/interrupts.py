@@ -1,0 +1,491 @@
+"""An exception at every line: what a Ctrl-C, or the end of memory, may leave of a manager.
+
+A scenario is played once to count the lines of the package that each of its calls runs. Then it is
+played once for each of them, and at that line something happens that no code expects: an exception
+is raised there, or somebody's finaliser calls the manager. Afterwards there are two answers.
+*Intact*: the call has happened as a whole or not at all, every law holds, and the rest of the
+scenario goes on as if nothing had been. *Poisoned*: every call is refused by name. Either way
+`close()` works, the device is closed, and the process has nothing of it left: no mapping, no file.
+
+`PYTHONPATH=. python -m tests.interrupts [--device host] [--error KeyboardInterrupt] [--every 1]`
+
+Rejected: signals alone. They come between any two bytecodes, but a run never repeats; a few hundred
+of those are in `tests/signals.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import logging
+import multiprocessing
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+from pathlib import Path
+from time import monotonic
+from types import FrameType
+from typing import Any, Final
+
+from attrs import define, field, frozen
+
+from kvstate import Manager, trace
+from kvstate.errors import DeviceFault, LawViolation
+from kvstate.gpu import open_device
+from kvstate.observe import check_laws
+from kvstate.pattern import rows
+from kvstate.sequence import Sequence
+from kvstate.spec.sequence import ACTIVE
+from kvstate.view import view
+from tests.faults.scenarios import IDS, SCENARIOS, Scenario
+
+PACKAGE: Final = str(Path(__file__).parent.parent / "kvstate") + os.sep
+NOT_WATCHED: Final = PACKAGE + "campaign"
+ERRORS: Final = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}
+WRONG: Final = (
+    "swallowed", "device", "broken books", "halfway", "half poisoned", "close raises", "left open",
+    "process keeps",
+)  # fmt: skip
+KEY: Final = 77
+"""Of the bytes that steps write; their position makes them differ."""
+
+Action = Callable[[], object]
+
+
+class AtLine:
+    """Does something at the n-th line of the package that runs inside, once."""
+
+    def __init__(self, nth: int, action: Action) -> None:
+        self.nth, self.action = nth, action
+        self.lines = 0
+        self.place = ""
+        """Where it happened."""
+
+    def __enter__(self) -> AtLine:
+        gc.disable()  # what a finaliser of an earlier run raises would be lost
+        sys.settrace(self._enter)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        sys.settrace(None)
+        gc.enable()
+
+    def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
+        name = frame.f_code.co_filename
+        watched = name.startswith(PACKAGE) and not name.startswith(NOT_WATCHED)
+        return self._line if watched else None
+
+    def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
+        if event == "line":
+            self.lines += 1
+            if self.lines == self.nth:
+                code = frame.f_code
+                file = code.co_filename.removeprefix(PACKAGE)
+                self.place = f"{file}:{frame.f_lineno} {code.co_name}"
+                self.action()
+        return self._line
+
+
+def nothing() -> None:
+    """For counting lines."""
+
+
+class Run:
+    """A scenario on a device, as far as it was played. Handles are looked up in the manager's own
+    books, so that a result that was lost on its way out is found again."""
+
+    def __init__(self, scenario: Scenario, kind: str) -> None:
+        self.device = open_device(kind)
+        header = scenario.header(max(4096, self.device.granularity_bytes), "eager")
+        self.config, self.calls = header.config, calls_of(scenario)
+        self.opened: Manager | None = None
+        self.made = 0
+
+    @property
+    def kv(self) -> Manager:
+        assert self.opened is not None
+        return self.opened
+
+    def open(self) -> None:
+        self.opened = Manager(self.config, self.device)
+
+    def seq(self, uid: int) -> Sequence:
+        return self.kv.sequences[uid]
+
+    def wrote(self) -> None:
+        """The engine's part of the steps in flight: it writes their tokens at once."""
+        if self.device.memory is None:
+            return
+        row = self.kv.geometry.row_bytes
+        for step in self.kv.flight.steps.values():
+            for seq, start, count in zip(
+                step.seqs, step.start_tokens.tolist(), step.count_tokens.tolist(), strict=True
+            ):
+                if count and seq.base is not None and start >= seq.length_tokens:
+                    data = rows(KEY, start, count, row).tobytes()
+                    self.device.poke(seq.base + start * row, data)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """What two runs of one scenario have in common, bytes and all."""
+        kv = self.kv
+        seqs = [
+            (s.uid, s.state_name, s.length_tokens, s.scheduled_tokens, s.committed_tokens,
+             s.capacity_tokens, s.held_tokens, bytes(s.pages.states), self._bytes(s))
+            for s in kv.sequences.values()
+        ]  # fmt: skip
+        blocks = [(node.ordinal, node.key, node.slot is None) for node in kv.reuse.index]
+        flight = sorted(kv.flight.transfers), sorted(kv.flight.steps)
+        return seqs, list(kv.gpu.counts), list(kv.host.counts), len(kv.arena.ranges), blocks, flight
+
+    def _bytes(self, seq: Sequence) -> int:
+        if self.device.memory is None or seq.state != ACTIVE.code or not seq.length_tokens:
+            return 0
+        size = seq.length_tokens * self.kv.geometry.row_bytes
+        return hash(self.device.peek(seq.base or 0, size))
+
+
+Call = tuple[str, Callable[[Run], object]]
+
+
+def calls_of(scenario: Scenario) -> list[Call]:
+    """The calls of a scenario: to open, those of its program, some that only look, and to close."""
+    names: dict[int, int] = {}
+    steps: dict[int, int] = {}
+    played = [(type(one).__name__.lower(), _call(one, names, steps)) for one in scenario.program]
+    return [("open", Run.open), *played, *LOOKS, ("end", lambda run: run.kv.close())]
+
+
+def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
+    """The call, by the numbers that the manager gives: they count up."""
+    if isinstance(call, trace.Create):
+        names[call.seq] = len(names) + 1
+        return lambda run: run.kv.create(call.prompt, call.max_tokens, commit=call.commit)
+    if isinstance(call, trace.Dummy):
+        names[call.seq] = len(names) + 1
+        return lambda run: run.kv.dummy(call.tokens)
+    if isinstance(call, trace.Fork):
+        parent, names[call.child] = names[call.seq], len(names) + 1
+        return lambda run: run.seq(parent).fork(call.max_tokens)
+    if isinstance(call, trace.Step):
+        members = [names[name] for name in call.seqs]
+        steps[call.step] = steps.get(0, 0) + 1
+        steps[0] = steps[call.step]
+        return lambda run: run.kv.step(run.kv.batch(map(run.seq, members)), call.tokens)
+    if isinstance(call, trace.Settle):
+        number = steps[call.step]
+        return lambda run: run.kv.settle(run.kv.flight.steps[number], call.accepted)
+    if isinstance(call, trace.CommitEach):
+        members = [names[name] for name in call.seqs]
+        return lambda run: run.kv.commit_each(run.kv.batch(map(run.seq, members)), call.tokens)
+    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
+        name = {trace.Poll: "poll", trace.Clear: "clear_reuse", trace.Trim: "trim"}[type(call)]
+        keep = (call.keep,) if isinstance(call, trace.Trim) else ()
+        return lambda run: getattr(run.kv, name)(*keep)
+    uid = names[call.seq]
+    if isinstance(call, trace.Suspend | trace.Drop | trace.Close):
+        name = type(call).__name__.lower()
+        after = call.after
+
+        def leave(run: Run) -> object:
+            event = run.device.record(None) if after else None
+            return getattr(run.seq(uid), name)(event)
+
+        return leave
+    return {
+        trace.Resume: lambda run: run.seq(uid).resume(),
+        trace.Resize: lambda run: run.seq(uid).resize(call.tokens),
+        trace.Rewind: lambda run: run.seq(uid).rewind(call.tokens),
+        trace.Commit: lambda run: run.seq(uid).commit(call.tokens),
+        trace.Stop: lambda run: run.seq(uid).stop_committing(),
+    }[type(call)]
+
+
+def _drained(run: Run) -> object:
+    publisher = run.kv.events()
+    drained = publisher.drain()
+    publisher.close()
+    return drained
+
+
+def _changed(run: Run) -> object:
+    """A batch that changes."""
+    batch = run.kv.batch(())
+    for seq in run.kv.sequences.values():
+        batch.add(seq)
+    for seq in tuple(batch):
+        batch.remove(seq)
+    return batch
+
+
+def _viewed(run: Run) -> object:
+    """Views of whoever has memory, if the device has any."""
+    running = [seq for seq in run.kv.sequences.values() if seq.base is not None]
+    return [run.kv.tensors(seq, 0) for seq in running if run.device.memory is not None]
+
+
+LOOKS: Final[tuple[Call, ...]] = (
+    ("probe_reuse", lambda run: run.kv.probe_reuse(IDS)),
+    ("admits", lambda run: run.kv.admits(4)),
+    ("fits", lambda run: run.kv.fits(4)),
+    ("largest_max_tokens", lambda run: run.kv.largest_max_tokens(2)),
+    ("stats", lambda run: run.kv.stats()),
+    ("tensors", _viewed),
+    ("events", _drained),
+    ("batch", _changed),
+)
+"""Calls that no trace has."""
+
+
+@frozen
+class Base:
+    """What a scenario is when nothing happens."""
+
+    lines: list[int]
+    """How many lines each call runs."""
+    after: list[tuple[object, ...]]
+    """How everything stands after each call but the last."""
+
+
+@define
+class Tally:
+    """Many runs."""
+
+    lines: int = 0
+    outcomes: Counter[str] = field(factory=Counter)
+    wrong: Counter[str] = field(factory=Counter)
+    """What was not clean, by kind: a run may be of several."""
+    problems: list[str] = field(factory=list)
+
+    def merge(self, other: Tally) -> None:
+        self.lines += other.lines
+        self.outcomes += other.outcomes
+        self.wrong += other.wrong
+        self.problems += other.problems
+
+
+def base_of(scenario: Scenario, kind: str) -> Base:
+    """Play it without anything."""
+    run = Run(scenario, kind)
+    base = Base([], [])
+    for name, call in run.calls:
+        with AtLine(0, nothing) as counted:
+            call(run)
+        base.lines.append(counted.lines)
+        if name != "end":
+            run.wrote()
+            base.after.append(run.fingerprint())
+    return base
+
+
+class Unclean(Exception):
+    """What must not be: a kind, and what was seen."""
+
+
+def play(
+    scenario: Scenario, kind: str, base: Base, at: int, nth: int, error: type[BaseException]
+) -> tuple[str, str]:
+    """One run: the error is raised at that line of that call. What came of it, and where that was;
+    what must not have come of it is said behind a colon."""
+    run, before = Run(scenario, kind), left()
+    name, call = run.calls[at]
+    _calls(run, 0, at)
+    seen = None if run.opened is None else view(run.kv)
+    place = AtLine(nth, partial(_raise, error))
+    try:
+        with place:
+            call(run)
+    except BaseException as raised:
+        came = "raised" if isinstance(raised, error) else f"{raised!r:.200} instead"
+    else:
+        came = "returned"
+    try:
+        outcome = _judge(run, at, name, came, seen, base) if place.place else "nothing raised"
+    except Unclean as unclean:
+        outcome = f"{unclean}"
+    outcome += "".join(f" {wrong}" for wrong in _end(run, before))
+    return outcome, f"{scenario.name}, {kind}: call {at} {name}, {place.place}"
+
+
+def _raise(error: type[BaseException]) -> None:
+    raise error("for the test")
+
+
+def _calls(run: Run, first: int, end: int, base: Base | None = None) -> None:
+    """Play calls; each must leave what it leaves when nothing has happened."""
+    for at in range(first, end):
+        name, call = run.calls[at]
+        try:
+            call(run)
+        except Exception as error:
+            if base is None:
+                raise
+            raise Unclean(f"broken books: {name} raises {error!r:.200} later on") from error
+        run.wrote()
+        if base is not None and run.fingerprint() != base.after[at]:
+            raise Unclean(f"broken books: {name} comes to something else later on")
+
+
+def _judge(run: Run, at: int, name: str, came: str, seen: object, base: Base) -> str:
+    """What the manager is after it."""
+    if came != "raised":
+        raise Unclean(f"swallowed: {came}")
+    if name == "end":
+        return "closing"
+    if run.opened is None:
+        return _opened_again(run, base)
+    if _refuses(run):
+        return "poisoned"
+    _check(run)
+    run.wrote()
+    last = len(run.calls) - 1
+    if view(run.kv) == seen:
+        _calls(run, at, last, base)
+        return "intact"
+    if run.fingerprint() == base.after[at]:
+        _calls(run, at + 1, last, base)
+        return "intact, and done"
+    raise Unclean("halfway: neither as before the call nor as after it, whatever the laws say")
+
+
+def _opened_again(run: Run, base: Base) -> str:
+    """The constructor has failed: its device is as it was, and has another manager."""
+    if is_closed(run.device) or not run.device.ledger().empty:
+        raise Unclean("device: it is not as it was")
+    _calls(run, 0, len(run.calls) - 1, base)
+    return "intact"
+
+
+def _refuses(run: Run) -> bool:
+    """The manager is poisoned, and says so to every call."""
+    try:
+        run.kv.probe_reuse(())
+    except DeviceFault:
+        pass
+    except Exception as error:
+        raise Unclean(f"broken books: the next call raises {error!r:.200}") from error
+    else:
+        return False
+    for call in (run.kv.poll, lambda: run.kv.create(max_tokens=4), run.kv.trim):
+        try:
+            call()
+        except DeviceFault:
+            continue
+        raise Unclean("half poisoned: some calls are refused, others are not")
+    return True
+
+
+def _check(run: Run) -> None:
+    try:
+        check_laws(run.kv)
+    except LawViolation as broken:
+        raise Unclean(f"broken books: {broken.violations[0]}") from broken
+    except Exception as crash:
+        raise Unclean(f"broken books: the laws cannot be asked: {crash!r:.200}") from crash
+
+
+def _end(run: Run, before: Counter[str]) -> list[str]:
+    """Close it; what is wrong with that."""
+    wrong = []
+    try:
+        if run.opened is not None:
+            run.kv.close()
+    except BaseException as error:
+        wrong.append(f"close raises: {error!r:.200}")
+    if run.opened is not None and not is_closed(run.device):
+        wrong.append("left open: the device is not closed")
+    run.device.close()
+    kept = left() - before
+    return [*wrong, f"process keeps: {dict(kept)}"] if kept else wrong
+
+
+def is_closed(device: Any) -> bool:
+    return bool(device.closed)
+
+
+def left() -> Counter[str]:
+    """What of devices the process has: mappings by kind, and files."""
+    found = Counter[str]()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, access, *_, name = (line + " -").split()[:6] if line.count(" ") < 6 else line.split()[:6]
+        if "kvstate-frames" in line:
+            found["mapped frames"] += 1
+        elif access == "---p" and name == "-":
+            found["reservations"] += 1
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            found["files of frames"] += "kvstate-frames" in str(file.readlink())
+        except OSError:
+            continue
+    return found
+
+
+@contextmanager
+def quiet() -> Iterator[list[str]]:
+    """No word in the log; what could not be raised is collected, warnings as errors among it."""
+    found: list[str] = []
+    hook = sys.unraisablehook
+    logging.disable()
+    sys.unraisablehook = lambda hurt: found.append(f"{hurt.exc_value!r} in {hurt.object!r}")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", ResourceWarning)
+            yield found
+    finally:
+        sys.unraisablehook = hook
+        logging.disable(logging.NOTSET)
+
+
+def play_all(
+    scenario: Scenario, kind: str, error: type[BaseException], every: int = 1, part: int = 0
+) -> Tally:
+    """Every `every`-th line of a scenario, from the `part`-th on."""
+    tally = Tally()
+    with quiet() as unraisable:
+        base = base_of(scenario, kind)
+        points = [(at, n) for at, lines in enumerate(base.lines) for n in range(1, lines + 1)]
+        for at, nth in points[part::every]:
+            outcome, place = play(scenario, kind, base, at, nth, error)
+            tally.lines += 1
+            tally.outcomes["not clean" if ":" in outcome else outcome] += 1
+            for wrong in WRONG:
+                tally.wrong[wrong] += f"{wrong}:" in outcome
+            if ":" in outcome:
+                tally.problems.append(f"{outcome} | {place}")
+        gc.collect()
+        tally.problems += unraisable
+    return tally
+
+
+def _job(error: str, every: int, parts: int, job: tuple[int, str, int]) -> Tally:
+    number, kind, part = job
+    return play_all(SCENARIOS[number], kind, ERRORS[error], every * parts, part * every)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--device", choices=("host", "null"), action="append")
+    parser.add_argument("--error", choices=tuple(ERRORS), default="KeyboardInterrupt")
+    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--workers", type=int, default=2)
+    asked = parser.parse_args()
+    started, total, parts = monotonic(), Tally(), 8
+    kinds = asked.device or ["host", "null"]
+    jobs = list(product(range(len(SCENARIOS)), kinds, range(parts)))
+    with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
+        for tally in pool.imap_unordered(partial(_job, asked.error, asked.every, parts), jobs):
+            total.merge(tally)
+    print(f"{', '.join(kinds)}: {len(SCENARIOS)} scenarios, {total.lines} runs of {asked.error}, "
+          f"{monotonic() - started:.0f} s")  # fmt: skip
+    print(f"  {dict(total.outcomes)}")
+    print(f"  of what is not clean: {dict(total.wrong)}")
+    print(*total.problems[:20], sep="\n")
+    return 1 if total.problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
