@@ -35,8 +35,7 @@ _CLOSE: Final = MACHINES.object("manager.close")
 _RUNNING: Final = (CALLING.code, CHANGING.code)
 
 GUARDS: Final[set[CodeType]] = set()
-"""The code in whose frames calls run. Each has `life`, `event` and what was passed among its
-variables."""
+"""The code in whose frames calls run. Each has `life` among its variables, and the parameters."""
 _LIVES: Final[WeakSet[Life]] = WeakSet()
 
 
@@ -116,15 +115,16 @@ class Life:
             self._go(_CHANGE, CHANGING.code)
 
     def end(self) -> None:
-        """A public call has returned, or raised an error of ours."""
+        """A public call is over."""
         if self.state in _RUNNING:
             self._go(_RETURN, OPEN.code)
 
-    def cut(self, error: BaseException, event: str) -> None:
-        """A public call has ended by something else. If it has begun to change something, nobody
-        knows how far it came."""
-        if self.state == CHANGING.code:
-            self.poison(f"interrupted: {type(error).__name__} in {event}; close it")
+    def cut(self, error: BaseException, event: str, subject: object) -> None:
+        """A public call about something has raised. If that is no error of ours and it has begun to
+        change something, nobody knows how far it came."""
+        if self.state == CHANGING.code and not isinstance(error, KvStateError):
+            what = _described(event, subject)
+            self.poison(f"interrupted: {type(error).__name__} in {what}; close it")
         self.end()
 
     def poison(self, why: str) -> None:
@@ -170,7 +170,11 @@ class Life:
         while frame is not None:
             found = frame.f_locals if frame.f_code in GUARDS else {}
             if found.get("life") is self:
-                return described(found["event"], *found.get("args", ()))
+                event = found.get("event", frame.f_code.co_name)
+                about = (one for name, one in found.items() if name != "self")
+                return _described(
+                    event, next((one for one in about if isinstance(one, Handle)), None)
+                )
             frame = frame.f_back
         return None
 
@@ -198,9 +202,9 @@ class Life:
         return IllegalTransition("the manager", event, self.state_name, reason)
 
 
-def described(event: str, *args: object) -> str:
-    """A call in words: its name, and what it is about."""
-    return f"{event} of {args[0]}" if args and isinstance(args[0], Handle) else event
+def _described(event: str, subject: object) -> str:
+    """A call in words: its name, and what it is about. Nothing of somebody else's is asked."""
+    return f"{event} of {subject}" if isinstance(subject, Handle) else event
 
 
 def _forked() -> None:

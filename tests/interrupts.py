@@ -37,6 +37,7 @@ from attrs import define, field, frozen
 from kvstate import Manager, trace
 from kvstate.errors import DeviceFault, LawViolation
 from kvstate.gpu import open_device
+from kvstate.guard import SOURCE
 from kvstate.observe import check_laws
 from kvstate.pattern import rows
 from kvstate.sequence import Sequence
@@ -77,7 +78,8 @@ class AtLine:
 
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
-        watched = name.startswith(PACKAGE) and not name.startswith(NOT_WATCHED)
+        ours = name.startswith(PACKAGE) or name == SOURCE
+        watched = ours and not name.startswith(NOT_WATCHED)
         return self._line if watched else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -196,13 +198,14 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
             return getattr(run.seq(uid), name)(event)
 
         return leave
-    return {
+    makers: dict[Any, Callable[[Run], object]] = {
         trace.Resume: lambda run: run.seq(uid).resume(),
         trace.Resize: lambda run: run.seq(uid).resize(call.tokens),
         trace.Rewind: lambda run: run.seq(uid).rewind(call.tokens),
         trace.Commit: lambda run: run.seq(uid).commit(call.tokens),
         trace.Stop: lambda run: run.seq(uid).stop_committing(),
-    }[type(call)]
+    }
+    return makers[type(call)]
 
 
 def _drained(run: Run) -> object:
