@@ -26,9 +26,11 @@ a free queue in the order of release (NVIDIA/TensorRT-LLM#3735: parents come bef
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from hashlib import blake2b
 from typing import Literal
 
@@ -53,6 +55,8 @@ from kvstate.blocks import (
 )
 from kvstate.errors import ConfigError
 from kvstate.keys import ID, ID_BYTES, Extra, Extras, Identity, extra_bytes
+
+log = logging.getLogger("kvstate")
 
 
 class Index:
@@ -350,8 +354,8 @@ class Index:
         self.epoch += 1
         for node in self.walk():
             node.told = ()
-        for listener in self.listeners:
-            listener.cleared()
+        for listener in tuple(self.listeners):
+            self._tell_one(listener, listener.cleared)
 
     # Holding.
 
@@ -477,10 +481,10 @@ class Index:
         """Tell a listener what is there, and from now on what changes. Cost: everything."""
         for node in self.walk() if not self.listeners else ():
             node.told = self._shown(node)
-        self.listeners.append(listener)
         for node in self.walk():
             for medium in node.told:
                 listener.stored(node, medium)
+        self.listeners.append(listener)
 
     def _shown(self, node: Node) -> tuple[Medium, ...]:
         """The tiers that listeners are to know of."""
@@ -518,8 +522,16 @@ class Index:
         node.told = ()
 
     def _tell_all(self, what: Literal["stored", "removed"], node: Node, medium: Medium) -> None:
-        for listener in self.listeners:
-            getattr(listener, what)(node, medium)
+        for listener in tuple(self.listeners):
+            self._tell_one(listener, partial(getattr(listener, what), node, medium))
+
+    def _tell_one(self, listener: Listener, tell: Callable[[], None]) -> None:
+        """One that fails changes no call, and hears nothing more."""
+        try:
+            tell()
+        except Exception:
+            self.listeners.remove(listener)
+            log.exception("%r failed, and hears nothing of the index any more", listener)
 
     # Keeping more books.
 

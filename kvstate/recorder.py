@@ -7,7 +7,7 @@ words. Numbers are never made to fit; a trace that says what nobody said is wors
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from reprlib import Repr
 from typing import Any, Final
@@ -41,7 +41,8 @@ class Recorder:
             "settle": self._settle,
             "commit": self._commit,
             "commit_each": lambda args, _: trace.CommitEach(
-                seqs=[seq.uid for seq in args["batch"]], tokens=_numbers(args["tokens"])
+                seqs=[seq.uid for seq in args["batch"]],
+                tokens=_for_each(args["tokens"], args["batch"]),
             ),
             "poll": lambda args, _: trace.Poll(),
             "clear_reuse": lambda args, _: trace.Clear(),
@@ -120,8 +121,8 @@ class Recorder:
 
     def _step(self, args: dict[str, Any], step: Step | None) -> trace.Call:
         seqs = [seq.uid for seq in args["batch"]]
-        each = _numbers(args["tokens"])
-        each = each * len(seqs) if np.ndim(args["tokens"]) == 0 else each
+        tokens = args["tokens"]
+        each = [tokens] * len(seqs) if isinstance(tokens, int) else _for_each(tokens, seqs)
         return trace.Step(step=step.number if step else 0, seqs=seqs, tokens=each)
 
     def _settle(self, args: dict[str, Any], _: object) -> trace.Call:
@@ -144,6 +145,12 @@ class Recorder:
 def _numbers(given: Any) -> list[Any]:
     """As they were given, one after the other: what is no number that fits is not made one."""
     found: list[Any] = np.atleast_1d(np.asarray(given)).ravel().tolist()
+    return found
+
+
+def _for_each(given: Any, members: Collection[Any]) -> list[Any]:
+    """One number for each. Raises ValueError if that is not what was given."""
+    found: list[Any] = np.broadcast_to(given, len(members)).tolist()
     return found
 
 
