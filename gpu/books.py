@@ -22,7 +22,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
-from weakref import WeakSet
+from weakref import ref
 
 import numpy as np
 
@@ -44,7 +44,8 @@ or a point of any kind but that."""
 Undo = list[Callable[[], object]]
 
 _NOTHING, _READABLE, _WRITABLE = b"\0", b"\1", b"\2"
-_DEVICES: Final[WeakSet[Books]] = WeakSet()
+_DEVICES: Final[set[ref[Books]]] = set()
+"""Of this process."""
 
 
 class Books(Handle):
@@ -83,7 +84,7 @@ class Books(Handle):
         """It is the copy in the child of a fork."""
         self._taken_by: object = None
         """What stands for its manager."""
-        _DEVICES.add(self)
+        _DEVICES.add(ref(self, _DEVICES.discard))
 
     @property
     def lost(self) -> str | None:
@@ -394,8 +395,10 @@ def never_unmap(regions: Iterable[mmap.mmap]) -> None:
 
 
 def _forked() -> None:
-    for device in tuple(_DEVICES):
-        device.leave()
+    for one in tuple(_DEVICES):
+        device = one()
+        if device is not None:
+            device.leave()
 
 
 os.register_at_fork(after_in_child=_forked)

@@ -279,6 +279,7 @@ class HostDevice(SimulatedDevice):
 
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """How many bytes are none of the values."""
+        self.present("strays")
         return sum(len(self.peek(*run).translate(None, values)) for run in runs)
 
     def set_rows(self, row_bytes: int) -> None:

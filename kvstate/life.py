@@ -16,7 +16,7 @@ import os
 from threading import current_thread, get_ident
 from types import CodeType, FrameType
 from typing import Final
-from weakref import WeakSet
+from weakref import ref
 
 from kvstate.errors import DeviceFault, IllegalTransition, KvStateError
 from kvstate.handles import Handle
@@ -36,7 +36,9 @@ _RUNNING: Final = (CALLING.code, CHANGING.code)
 
 GUARDS: Final[set[CodeType]] = set()
 """The code in whose frames calls run. Each has `life` among its variables, and the parameters."""
-_LIVES: Final[WeakSet[Life]] = WeakSet()
+_LIVES: Final[set[ref[Life]]] = set()
+"""Of this process. Entries go by themselves, in one step each: a WeakSet's go in Python, where an
+interrupt would be lost."""
 
 
 class Life:
@@ -48,7 +50,7 @@ class Life:
         self._coverage: Coverage | None = None
         self.pid = os.getpid()
         self.own()
-        _LIVES.add(self)
+        _LIVES.add(ref(self, _LIVES.discard))
 
     def __str__(self) -> str:
         return "the manager"
@@ -208,8 +210,10 @@ def _described(event: str, subject: object) -> str:
 
 
 def _forked() -> None:
-    for life in tuple(_LIVES):
-        life.fork()
+    for one in tuple(_LIVES):
+        life = one()
+        if life is not None:
+            life.fork()
 
 
 os.register_at_fork(after_in_child=_forked)

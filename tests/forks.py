@@ -53,7 +53,7 @@ def held(kv: Manager, device: ByteDevice) -> Held:
         seqs.append(seq)
     seqs[1].suspend()
     kv.poll()
-    keys = np.asarray(kv.tensors(seqs[0], 0)[0]) if device.memory else None
+    keys: Any = np.asarray(kv.tensors(seqs[0], 0)[0]) if device.memory else None
     return Held(kv, device, seqs[0], seqs[1], events, keys)
 
 
@@ -103,7 +103,7 @@ def exits(now: Held) -> None:
 def closes(now: Held) -> None:
     now.kv.close()
     assert now.kv.closed
-    now.device.close()  # type: ignore[attr-defined]
+    now.device.close()
 
 
 def calls(now: Held) -> None:
@@ -188,7 +188,7 @@ def main(kind: str) -> None:
     for name, deed in DEEDS.items():
         device = open_device(kind)
         if name == "writes" and device.memory is None:
-            device.close()  # type: ignore[attr-defined]
+            device.close()
             continue
         with Manager(small(), device) as kv:
             now = held(kv, device)

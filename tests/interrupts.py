@@ -7,7 +7,7 @@ is raised there, or somebody's finaliser calls the manager. Afterwards there are
 scenario goes on as if nothing had been. *Poisoned*: every call is refused by name. Either way
 `close()` works, the device is closed, and the process has nothing of it left: no mapping, no file.
 
-`PYTHONPATH=. python -m tests.interrupts [--device host] [--error KeyboardInterrupt] [--every 1]`
+`PYTHONPATH=. python -m tests.interrupts [--device host] [--what KeyboardInterrupt] [--every 1]`
 
 Rejected: signals alone. They come between any two bytecodes, but a run never repeats; a few hundred
 of those are in `tests/signals.py`.
@@ -34,7 +34,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
-from kvstate import Manager, trace
+from kvstate import IllegalTransition, KvStateError, Manager, trace
 from kvstate.errors import DeviceFault, LawViolation
 from kvstate.gpu import open_device
 from kvstate.guard import SOURCE
@@ -47,7 +47,10 @@ from tests.faults.scenarios import IDS, SCENARIOS, Scenario
 
 PACKAGE: Final = str(Path(__file__).parent.parent / "kvstate") + os.sep
 NOT_WATCHED: Final = PACKAGE + "campaign"
-ERRORS: Final = {"KeyboardInterrupt": KeyboardInterrupt, "MemoryError": MemoryError}
+ERRORS: Final[dict[str, type[BaseException]]] = {
+    one.__name__: one for one in (KeyboardInterrupt, MemoryError, RecursionError)
+}
+FINALISER: Final = "finaliser"
 WRONG: Final = (
     "swallowed", "device", "broken books", "halfway", "half poisoned", "close raises", "left open",
     "process keeps",
@@ -318,6 +321,58 @@ def _raise(error: type[BaseException]) -> None:
     raise error("for the test")
 
 
+def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tuple[str, str]:
+    """One run: at that line of that call somebody's finaliser closes a sequence. It is refused by
+    name, and the call comes to what it does without; or no call runs yet, or any more, and it
+    may."""
+    run, raised, before = Run(scenario, kind), list[BaseException](), left()
+    name, call = run.calls[at]
+    _calls(run, 0, at)
+
+    def finalise() -> None:
+        try:
+            for seq in tuple(run.kv.sequences.values())[:1]:
+                seq.close()
+            raised.extend([] if run.kv.sequences else [KeyError("nobody is there")])
+        except BaseException as error:
+            raised.append(error)
+
+    place = AtLine(nth, finalise)
+    try:
+        with place:
+            call(run)
+    except KvStateError as error:
+        came = str(error)
+    else:
+        came = "returned"
+    try:
+        outcome = _undisturbed(run, at, came, raised, base) if place.place else "nothing happened"
+    except Unclean as unclean:
+        outcome = str(unclean)
+    outcome += "".join(f" {wrong}" for wrong in _end(run, before))
+    return outcome, f"{scenario.name}, {kind}: call {at} {name}, {place.place}"
+
+
+def _undisturbed(run: Run, at: int, came: str, raised: list[BaseException], base: Base) -> str:
+    error, last = raised[0] if raised else None, len(run.calls) - 1
+    if isinstance(error, KeyError):
+        return "nobody to close"
+    if isinstance(error, IllegalTransition) and " runs, and this came from inside it" in str(error):
+        if came != "returned":
+            raise Unclean(f"broken books: the call raised {came:.200}")
+        if at < last:
+            run.wrote()
+            if run.fingerprint() != base.after[at]:
+                raise Unclean("halfway: the call comes to something else")
+            _calls(run, at + 1, last, base)
+        return "refused"
+    if error is not None and not isinstance(error, IllegalTransition):
+        raise Unclean(f"broken books: the finaliser raises {error!r:.200}")
+    if not run.kv.closed:
+        _check(run)
+    return "outside"
+
+
 def _calls(run: Run, first: int, end: int, base: Base | None = None) -> None:
     """Play calls; each must leave what it leaves when nothing has happened."""
     for at in range(first, end):
@@ -443,16 +498,19 @@ def quiet() -> Iterator[list[str]]:
         logging.disable(logging.NOTSET)
 
 
-def play_all(
-    scenario: Scenario, kind: str, error: type[BaseException], every: int = 1, part: int = 0
-) -> Tally:
-    """Every `every`-th line of a scenario, from the `part`-th on."""
-    tally = Tally()
+def play_all(scenario: Scenario, kind: str, what: str, every: int = 1, part: int = 0) -> Tally:
+    """An error of that name, or a finaliser, at every `every`-th line of a scenario, from the
+    `part`-th on."""
+    tally, first = Tally(), what not in ERRORS
     with quiet() as unraisable:
         base = base_of(scenario, kind)
-        points = [(at, n) for at, lines in enumerate(base.lines) for n in range(1, lines + 1)]
+        lines = list(enumerate(base.lines))[first:]  # nobody has anything before it is opened
+        points = [(at, n) for at, count in lines for n in range(1, count + 1)]
         for at, nth in points[part::every]:
-            outcome, place = play(scenario, kind, base, at, nth, error)
+            if what in ERRORS:
+                outcome, place = play(scenario, kind, base, at, nth, ERRORS[what])
+            else:
+                outcome, place = disturb(scenario, kind, base, at, nth)
             tally.lines += 1
             tally.outcomes["not clean" if ":" in outcome else outcome] += 1
             for wrong in WRONG:
@@ -464,15 +522,15 @@ def play_all(
     return tally
 
 
-def _job(error: str, every: int, parts: int, job: tuple[int, str, int]) -> Tally:
+def _job(what: str, every: int, parts: int, job: tuple[int, str, int]) -> Tally:
     number, kind, part = job
-    return play_all(SCENARIOS[number], kind, ERRORS[error], every * parts, part * every)
+    return play_all(SCENARIOS[number], kind, what, every * parts, part * every)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("host", "null"), action="append")
-    parser.add_argument("--error", choices=tuple(ERRORS), default="KeyboardInterrupt")
+    parser.add_argument("--what", choices=(*ERRORS, FINALISER), default="KeyboardInterrupt")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
@@ -480,9 +538,9 @@ def main() -> int:
     kinds = asked.device or ["host", "null"]
     jobs = list(product(range(len(SCENARIOS)), kinds, range(parts)))
     with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
-        for tally in pool.imap_unordered(partial(_job, asked.error, asked.every, parts), jobs):
+        for tally in pool.imap_unordered(partial(_job, asked.what, asked.every, parts), jobs):
             total.merge(tally)
-    print(f"{', '.join(kinds)}: {len(SCENARIOS)} scenarios, {total.lines} runs of {asked.error}, "
+    print(f"{', '.join(kinds)}: {len(SCENARIOS)} scenarios, {total.lines} runs of {asked.what}, "
           f"{monotonic() - started:.0f} s")  # fmt: skip
     print(f"  {dict(total.outcomes)}")
     print(f"  of what is not clean: {dict(total.wrong)}")

@@ -105,9 +105,9 @@ def test_a_device_has_one_manager(kind: type[Any], wrapped: bool) -> None:
     with Manager(small(), device) as kv:
         seq = written(kv)
         for again in (inner, device, ordered(inner)):
-            for how in ({}, {"debug": True}):
+            for debug in (False, True):
                 with pytest.raises(IllegalTransition, match="it has a manager, and can have only"):
-                    Manager(small(), again, **how)
+                    Manager(small(), again, debug=debug)
         assert seq.length_tokens == 6
         kv.settle(kv.step(kv.batch([seq])))
     with pytest.raises(

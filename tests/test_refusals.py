@@ -9,9 +9,11 @@ import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from types import FrameType
-from typing import Any, Final
+from typing import Any, Final, cast
 
+import numpy as np
 import pytest
 
 from kvstate import Manager, Sequence, trace
@@ -183,9 +185,9 @@ def test_a_listener_that_fails_changes_no_result(
 
 
 WRONG: Final[dict[str, Callable[[Manager, Any], Any]]] = {
-    "create salt": lambda kv, seq: kv.create([1, 2], salt="text"),
-    "create tokens": lambda kv, seq: kv.create([1.5, "x"]),
-    "create extras": lambda kv, seq: kv.create([1, 2], extra_keys={0: 5}),
+    "create salt": lambda kv, seq: kv.create([1, 2], salt=cast("Any", "text")),
+    "create tokens": lambda kv, seq: kv.create(np.array([1.5, 2.5])),
+    "create extras": lambda kv, seq: kv.create([1, 2], extra_keys=cast("Any", {0: 5})),
     "resume stream": lambda kv, seq: kv.create().resume("no stream"),
     "suspend event": lambda kv, seq: seq.suspend("no event"),
     "settle accepted": lambda kv, seq: kv.settle(kv.step(kv.batch([seq])), ["many"]),
@@ -285,7 +287,7 @@ def test_what_is_no_event_is_refused_first(leave: str, state: str, wrapped: bool
         if state == "DROPPED":
             seq.drop()
         for event in (object(), 7, True, kv, "event", other.record(None)):
-            unchanged(kv, lambda event=event: LEAVE[leave](seq, event), DeviceError)
+            unchanged(kv, partial(LEAVE[leave], seq, event), DeviceError)
         seq.close(kv.device.record(None))
 
 

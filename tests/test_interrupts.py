@@ -1,0 +1,52 @@
+"""A few of the lines at which a call can be cut short, and a few signals.
+
+All lines are played by `python -m tests.interrupts`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.interrupts import ERRORS, FINALISER, play_all
+
+ROOT: Final = Path(__file__).parent.parent
+EVERY: Final = {
+    "KeyboardInterrupt": 499,
+    "MemoryError": 997,
+    "RecursionError": 1499,
+    FINALISER: 997,
+}
+"""Of the lines of each scenario, every so many are played here."""
+SIGNALS: Final = 40
+
+
+@pytest.mark.parametrize("what", EVERY)
+@pytest.mark.parametrize("kind", ["host", "null"])
+@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
+def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> None:
+    first = SCENARIOS.index(scenario) * 17 % EVERY[what]
+    tally = play_all(scenario, kind, what, EVERY[what], first)
+    assert tally.problems == []
+    assert tally.lines > 3
+    wanted = {"intact", "poisoned", "closing", "intact, and done"} if what in ERRORS else None
+    assert wanted is None or tally.outcomes.keys() <= wanted
+
+
+def test_signals_in_an_ordinary_loop() -> None:
+    """Whenever they come."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.signals", str(SIGNALS), "1"], cwd=ROOT, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    hit = found["outcomes"].pop("in a finaliser, where it is lost", 0)
+    assert sum(found["outcomes"].values()) == SIGNALS, f"{hit} are counted as not hit too"
