@@ -91,9 +91,10 @@ class Life:
         """A public call begins, from that frame. Raises DeviceFault if it is poisoned, and
         IllegalTransition if it is not to be called now, or not by this thread."""
         self.look(event, caller)
-        if self.state != OPEN.code:
+        chosen = _CALL.decide(self)
+        if chosen is None:
             raise self._refusal(event)
-        self._go(_CALL, CALLING.code)
+        self._go(_CALL, chosen.code)
 
     def look(self, event: str, caller: FrameType | None) -> None:
         """Something is read that the manager's calls change, whatever else has become of it.

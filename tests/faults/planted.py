@@ -225,8 +225,8 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        "self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
-        "self._grow_batch(batch, over, ends)\n",
+        'sequences", batch)\n            ends = columns.scheduled + counts\n',
+        'sequences", batch)\n',
         "B65",
     ),
     Fault(
