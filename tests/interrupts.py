@@ -34,6 +34,7 @@ from typing import Any, Final
 
 from attrs import define, field, frozen
 
+import kvstate
 from kvstate import IllegalTransition, KvStateError, Manager, trace
 from kvstate.errors import DeviceFault, LawViolation
 from kvstate.gpu import open_device
@@ -45,7 +46,7 @@ from kvstate.spec.sequence import ACTIVE
 from kvstate.view import view
 from tests.faults.scenarios import IDS, SCENARIOS, Scenario
 
-PACKAGE: Final = str(Path(__file__).parent.parent / "kvstate") + os.sep
+PACKAGE: Final = str(Path(kvstate.__file__).parent) + os.sep
 NOT_WATCHED: Final = PACKAGE + "campaign"
 ERRORS: Final[dict[str, type[BaseException]]] = {
     one.__name__: one for one in (KeyboardInterrupt, MemoryError, RecursionError)
@@ -297,7 +298,7 @@ def play(
 ) -> tuple[str, str]:
     """One run: the error is raised at that line of that call. What came of it, and where that was;
     what must not have come of it is said behind a colon."""
-    run, before = Run(scenario, kind), left()
+    before, run = left(), Run(scenario, kind)
     name, call = run.calls[at]
     _calls(run, 0, at)
     seen = None if run.opened is None else view(run.kv)
@@ -325,7 +326,7 @@ def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tup
     """One run: at that line of that call somebody's finaliser closes a sequence. It is refused by
     name, and the call comes to what it does without; or no call runs yet, or any more, and it
     may."""
-    run, raised, before = Run(scenario, kind), list[BaseException](), left()
+    before, run, raised = left(), Run(scenario, kind), list[BaseException]()
     name, call = run.calls[at]
     _calls(run, 0, at)
 
@@ -343,6 +344,8 @@ def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tup
             call(run)
     except KvStateError as error:
         came = str(error)
+    except Exception as crash:
+        came = f"crash: {crash!r}"
     else:
         came = "returned"
     try:
@@ -355,6 +358,8 @@ def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tup
 
 def _undisturbed(run: Run, at: int, came: str, raised: list[BaseException], base: Base) -> str:
     error, last = raised[0] if raised else None, len(run.calls) - 1
+    if came.startswith("crash"):
+        raise Unclean(f"broken books: {came:.200}")
     if isinstance(error, KeyError):
         return "nobody to close"
     if isinstance(error, IllegalTransition) and " runs, and this came from inside it" in str(error):
@@ -498,13 +503,17 @@ def quiet() -> Iterator[list[str]]:
         logging.disable(logging.NOTSET)
 
 
-def play_all(scenario: Scenario, kind: str, what: str, every: int = 1, part: int = 0) -> Tally:
+def play_all(
+    scenario: Scenario, kind: str, what: str, every: int = 1, part: int = 0, only: str = ""
+) -> Tally:
     """An error of that name, or a finaliser, at every `every`-th line of a scenario, from the
-    `part`-th on."""
+    `part`-th on; only of calls of that name, if one is given."""
     tally, first = Tally(), what not in ERRORS
     with quiet() as unraisable:
         base = base_of(scenario, kind)
         lines = list(enumerate(base.lines))[first:]  # nobody has anything before it is opened
+        calls = [name for name, _ in calls_of(scenario)]
+        lines = [(at, count) for at, count in lines if only in ("", calls[at])]
         points = [(at, n) for at, count in lines for n in range(1, count + 1)]
         for at, nth in points[part::every]:
             if what in ERRORS:
@@ -522,25 +531,35 @@ def play_all(scenario: Scenario, kind: str, what: str, every: int = 1, part: int
     return tally
 
 
-def _job(what: str, every: int, parts: int, job: tuple[int, str, int]) -> Tally:
+def _job(what: str, every: int, parts: int, only: str, job: tuple[int, str, int]) -> Tally:
     number, kind, part = job
-    return play_all(SCENARIOS[number], kind, what, every * parts, part * every)
+    return play_all(SCENARIOS[number], kind, what, every * parts, part * every, only)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--device", choices=("host", "null"), action="append")
     parser.add_argument("--what", choices=(*ERRORS, FINALISER), default="KeyboardInterrupt")
+    parser.add_argument(
+        "--scenario", default="", help="part of its name; all of them, if not given"
+    )
+    parser.add_argument("--call", default="", help="its name; all of them, if not given")
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
-    started, total, parts = monotonic(), Tally(), 8
+    started, total, parts = monotonic(), Tally(), 8 if asked.workers > 1 else 1
     kinds = asked.device or ["host", "null"]
-    jobs = list(product(range(len(SCENARIOS)), kinds, range(parts)))
-    with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
-        for tally in pool.imap_unordered(partial(_job, asked.what, asked.every, parts), jobs):
+    chosen = [at for at, one in enumerate(SCENARIOS) if asked.scenario in one.name]
+    jobs = list(product(chosen, kinds, range(parts)))
+    job = partial(_job, asked.what, asked.every, parts, asked.call)
+    if asked.workers == 1:
+        for tally in map(job, jobs):
             total.merge(tally)
-    print(f"{', '.join(kinds)}: {len(SCENARIOS)} scenarios, {total.lines} runs of {asked.what}, "
+    else:
+        with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
+            for tally in pool.imap_unordered(job, jobs):
+                total.merge(tally)
+    print(f"{', '.join(kinds)}: {len(chosen)} scenarios, {total.lines} runs of {asked.what}, "
           f"{monotonic() - started:.0f} s")  # fmt: skip
     print(f"  {dict(total.outcomes)}")
     print(f"  of what is not clean: {dict(total.wrong)}")

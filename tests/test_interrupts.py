@@ -14,8 +14,10 @@ from typing import Final
 
 import pytest
 
+from tests.faults.cut import CUT_FAULTS, CutFault
 from tests.faults.scenarios import SCENARIOS, Scenario
 from tests.interrupts import ERRORS, FINALISER, play_all
+from tests.test_planted import patched
 
 ROOT: Final = Path(__file__).parent.parent
 EVERY: Final = {
@@ -38,6 +40,19 @@ def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> N
     assert tally.lines > 3
     wanted = {"intact", "poisoned", "closing", "intact, and done"} if what in ERRORS else None
     assert wanted is None or tally.outcomes.keys() <= wanted
+
+
+@pytest.mark.parametrize("fault", CUT_FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_of_the_guard_is_found(fault: CutFault, tmp_path: Path) -> None:
+    patched(fault, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interrupts", "--device", fault.device, "--what", fault.what,
+         "--scenario", fault.scenario, "--call", fault.call, "--workers", "1"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert f"{fault.wrong}:" in done.stdout
 
 
 def test_signals_in_an_ordinary_loop() -> None:

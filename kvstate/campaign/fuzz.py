@@ -50,8 +50,8 @@ _ELSEWHERE: Final = frozenset(
     for row in MANAGER.rows
     if FORKED in (row.source, row.target) or (row.target is POISONED and row.source is not CHANGING)
 )
-"""What no program of calls does: to fork, and to poison while nothing changes, which takes an engine
-that breaks an order. `tests/test_guard.py` fires each."""
+"""What no program of calls does: to fork, and to poison while nothing changes, which takes an
+engine that breaks an order. `tests/test_guard.py` fires each."""
 ROWS: Final = tuple(
     key
     for table in TABLES.values()

@@ -480,6 +480,9 @@ class Player:
 
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""
+        for watch in self.kv.watches:
+            if watch.lost:
+                raise Broken("look", "; ".join(watch.lost))
         self._check_faults()
         if self.kv.actor.fault is not None or Look.BYTES not in self.look:
             return
