@@ -18,7 +18,7 @@ from types import CodeType, FrameType
 from typing import Final
 from weakref import ref
 
-from kvstate.errors import DeviceFault, IllegalTransition, KvStateError
+from kvstate.errors import DeviceFault, IllegalTransition, KvStateError, NestedCall
 from kvstate.handles import Handle
 from kvstate.plan import Coverage, Plan
 from kvstate.spec.compiled import MACHINES, ObjectEvent
@@ -123,9 +123,10 @@ class Life:
             self._go(_RETURN, OPEN.code)
 
     def cut(self, error: BaseException, event: str, subject: object) -> None:
-        """A public call about something has raised. If that is no error of ours and it has begun to
-        change something, nobody knows how far it came."""
-        if self.state == CHANGING.code and not isinstance(error, KvStateError):
+        """A public call about something has raised. If that is no error of its own and it has begun
+        to change something, nobody knows how far it came."""
+        own = isinstance(error, KvStateError) and not isinstance(error, NestedCall)
+        if self.state == CHANGING.code and not own:
             what = _described(event, subject)
             self.poison(f"interrupted: {type(error).__name__} in {what}; close it")
         self.end()
@@ -163,7 +164,7 @@ class Life:
                 f"{running} runs, and this came from inside it: from a finaliser, a signal handler "
                 "or a callback; call when it has returned"
             )
-            raise IllegalTransition("the manager", event, self.state_name, reason)
+            raise NestedCall("the manager", event, self.state_name, reason)
         if self.state == CHANGING.code:
             self.poison("interrupted: a call was cut short on its way out; close it")
         self.end()

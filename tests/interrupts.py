@@ -35,7 +35,7 @@ from typing import Any, Final
 from attrs import define, field, frozen
 
 import kvstate
-from kvstate import IllegalTransition, KvStateError, Manager, trace
+from kvstate import IllegalTransition, KvStateError, Manager, NestedCall, trace
 from kvstate.errors import DeviceFault, LawViolation
 from kvstate.gpu import open_device
 from kvstate.guard import SOURCE
@@ -362,7 +362,7 @@ def _undisturbed(run: Run, at: int, came: str, raised: list[BaseException], base
         raise Unclean(f"broken books: {came:.200}")
     if isinstance(error, KeyError):
         return "nobody to close"
-    if isinstance(error, IllegalTransition) and " runs, and this came from inside it" in str(error):
+    if isinstance(error, NestedCall):
         if came != "returned":
             raise Unclean(f"broken books: the call raised {came:.200}")
         if at < last:

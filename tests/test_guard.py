@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from kvstate import Manager, Sequence
-from kvstate.errors import DeviceFault, IllegalTransition, KvStateError
+from kvstate.errors import DeviceFault, IllegalTransition, KvStateError, NestedCall
 from kvstate.gpu import HostDevice
 from kvstate.guard import known
 from kvstate.life import Life
@@ -132,7 +132,7 @@ class Caller:
         """Every call was refused, naming both."""
         assert self.raised
         for error in self.raised:
-            assert isinstance(error, IllegalTransition)
+            assert isinstance(error, NestedCall)
             assert error.event == tried
             assert f"{runs} runs, and this came from inside it" in str(error)
 
@@ -185,6 +185,25 @@ def test_a_signal_handler_is_refused_while_a_call_runs(open_manager: Open) -> No
         assert len(caller.raised) == 1, "between calls it may call"
     finally:
         signal.signal(signal.SIGUSR1, before)
+
+
+def test_a_handler_that_lets_the_refusal_through_cuts_the_call_short(
+    open_manager: Open, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is an error of ours, and not of the call that runs."""
+    device = HostDevice()
+    kv = open_manager(device)
+    seq = written(kv)
+    before = view(kv)
+    with monkeypatch.context() as patched:
+        patched.setattr(kv.host, "room", lambda _: kv.poll())
+        with pytest.raises(NestedCall, match="poll is illegal in state CALLING: suspend of"):
+            seq.suspend()
+    assert (kv.life.state, view(kv)) == (OPEN.code, before)
+    with at_device(device, "map", kv.poll), pytest.raises(NestedCall):
+        seq.resize(16)
+    with pytest.raises(DeviceFault, match=f"interrupted: NestedCall in resize of {seq}"):
+        kv.poll()
 
 
 @pytest.mark.parametrize("debug", [False, True])

@@ -21,13 +21,13 @@ from kvstate.gpu import HostDevice, NullDevice
 from kvstate.handles import Handle
 from kvstate.order_device import ordered
 from tests.conftest import small
-from tests.forks import DEEDS
+from tests.forks import deeds_of
 from tests.test_guard import written
 
 ROOT: Final = Path(__file__).parent.parent
 
 
-@pytest.mark.parametrize("kind", ["host", "null"])
+@pytest.mark.parametrize("kind", ["host", "null", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_whatever_a_child_does_the_parent_has_all_of_it(kind: str) -> None:
     """See `tests/forks.py`: it reads its bytes back after each child."""
     done = subprocess.run(
@@ -35,11 +35,9 @@ def test_whatever_a_child_does_the_parent_has_all_of_it(kind: str) -> None:
         env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), "the children end without a word"
-    ends = dict.fromkeys(DEEDS, 0)
-    if kind == "host":
+    ends = dict.fromkeys(deeds_of(kind), 0)
+    if "writes" in ends:
         ends["writes"] = signal.SIGSEGV  # there is nothing where the parent has its memory
-    else:
-        del ends["writes"]
     assert done.stdout.splitlines() == [f"{deed} {end:d}" for deed, end in ends.items()]
 
 

@@ -52,8 +52,8 @@ CUT_FAULTS: Final = (
     CutFault(
         "the end of memory is taken for an error of ours",
         "kvstate/life.py",
-        "not isinstance(error, KvStateError)",
-        "not isinstance(error, Exception)",
+        "isinstance(error, KvStateError) and not",
+        "isinstance(error, Exception) and not",
         call="resize",
         what="MemoryError",
     ),
