@@ -23,7 +23,7 @@ from kvstate import DeviceFault, Manager, OutOfFrames
 from kvstate.gpu import HostDevice
 from kvstate.observe import check_laws
 from tests.conftest import small
-from tests.interrupts import left
+from tests.runs import left
 
 LATEST_S: Final = 0.02
 """When the signal comes at the latest: about as long as a run takes."""

@@ -14,9 +14,11 @@ from typing import Final
 
 import pytest
 
+from kvstate import Manager
 from tests.faults.cut import CUT_FAULTS, CutFault
-from tests.faults.scenarios import SCENARIOS, Scenario
+from tests.faults.scenarios import Scenario
 from tests.interrupts import ERRORS, FINALISER, play_all
+from tests.runs import PLAYED, calls_of
 from tests.test_planted import patched
 
 ROOT: Final = Path(__file__).parent.parent
@@ -30,11 +32,18 @@ EVERY: Final = {
 SIGNALS: Final = 40
 
 
+def test_every_public_call_is_played() -> None:
+    public = {name for name in dir(Manager) if not name.startswith("_")}
+    calls = {name for name in public if callable(getattr(Manager, name))}
+    played = {name for scenario in PLAYED for name, _ in calls_of(scenario)}
+    assert calls - {"close"} == played - {"open", "end"}
+
+
 @pytest.mark.parametrize("what", EVERY)
 @pytest.mark.parametrize("kind", ["host", "null"])
-@pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda one: one.name)
+@pytest.mark.parametrize("scenario", PLAYED, ids=lambda one: one.name)
 def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> None:
-    first = SCENARIOS.index(scenario) * 17 % EVERY[what]
+    first = PLAYED.index(scenario) * 17 % EVERY[what]
     tally = play_all(scenario, kind, what, EVERY[what], first)
     assert tally.problems == []
     assert tally.lines > 3
