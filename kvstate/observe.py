@@ -66,7 +66,8 @@ class LawKeeper:
 
     def __init__(self, kv: Manager, asked: Counter[str] | None) -> None:
         self.kv, self.asked = kv, asked
-        self.seen = check_laws(kv, asked)
+        self.seen: View | None = check_laws(kv, asked)
+        """What was there after the last call; None if that was cut short."""
         self._call = kv.flight.call
 
     def after(self, error: BaseException | None) -> None:
@@ -76,6 +77,8 @@ class LawKeeper:
         if kv.actor.fault is not None:
             return
         self.seen = check_laws(kv, self.asked)
+        if before is None:
+            return
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
             touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
@@ -247,8 +250,17 @@ class Watch:
                 self._ask("laws", self.laws.after, error)
             if found:
                 raise LawViolation([found])
+        except BaseException as cut:
+            if not isinstance(cut, KvStateError):
+                self.cut_short()
+            raise
         finally:
             life.end()
+
+    def cut_short(self) -> None:
+        """A call has ended by no error of ours: what it has done is not known here."""
+        if self.laws is not None:
+            self.laws.seen = None
 
     def _record(self, event: str, bound: BoundArguments, result: Any, error: Any) -> None:
         assert self.recorder is not None
@@ -293,6 +305,9 @@ def _observed(method: Callable[..., Any], name: str, watch: Watch) -> Callable[.
         except KvStateError as error:
             # No variable may keep it: error, traceback and frame would keep each other.
             watch.after(name, args, named, names, None, error)
+            raise
+        except BaseException:
+            watch.cut_short()
             raise
         watch.after(name, args, named, names, result, None)
         return result

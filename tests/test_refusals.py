@@ -154,6 +154,29 @@ def test_a_look_that_fails_changes_no_result(
     assert len(caplog.records) == 1
 
 
+def test_a_look_that_is_cut_short_does_not_judge_the_next_call(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What the call did is not known to it; that is no violation of the call after it."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with Manager(small(), HostDevice(), debug=True) as kv:
+        seq = kv.create()
+        laws = kv.watches[0].laws
+        assert laws is not None
+        with monkeypatch.context() as patched:
+            patched.setattr(laws, "after", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                seq.resume()
+        assert seq.state_name == "ACTIVE"
+        with pytest.raises(IllegalTransition):
+            seq.resume()
+        kv.settle(kv.step(kv.batch([seq])))
+        assert laws.seen is not None
+
+
 def test_a_law_that_does_not_hold_is_raised_as_ever() -> None:
     with Manager(small(), HostDevice(), debug=True) as kv:
         seq = written(kv)
