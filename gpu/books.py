@@ -7,17 +7,28 @@ A call is made of steps: a map call maps each frame and then allows access to ea
 is a *point* at which the call can be told to fail, so that a test can try the k-th point of a
 scenario for every k. A call whose later steps fail takes the earlier ones back, and taking back is
 made of points too.
+
+An interrupt may come between any two lines, and then nothing is taken back: memory is noted where
+it is made, before anything else, so that `close` finds all of it whatever the ledger says. In the
+child of a fork a device refuses every call and gives nothing back: all of it is the parent's.
 """
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import os
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Final
+from weakref import ref
+
+import numpy as np
 
 from kvstate.device import CALLS, CopyRun, MapRun, Stream, UnmapRun
-from kvstate.errors import ConfigError, DeviceError, DeviceFault
+from kvstate.errors import ConfigError, DeviceError, DeviceFault, IllegalTransition
+from kvstate.handles import Handle
 from kvstate.spec.facts import Ledger, Work
 
 STEPS: Final = (
@@ -33,11 +44,14 @@ or a point of any kind but that."""
 Undo = list[Callable[[], object]]
 
 _NOTHING, _READABLE, _WRITABLE = b"\0", b"\1", b"\2"
+_DEVICES: Final[set[ref[Books]]] = set()
+"""Of this process."""
 
 
-class Books:
+class Books(Handle):
     """The common base of devices: counts, planned failures and the ledger."""
 
+    instead = "open another one"
     name = "books"
     granularity_bytes = 4096
     staged: list[tuple[str, int]] | None = None
@@ -65,11 +79,54 @@ class Books:
         """It was closed while something had not ended, and has kept all its memory."""
         self.owed: Undo = []
         """Steps that could not be taken back; closing tries again."""
+        self.pid = os.getpid()
+        self.forked = False
+        """It is the copy in the child of a fork."""
+        self._taken_by: object = None
+        """What stands for its manager."""
+        _DEVICES.add(ref(self, _DEVICES.discard))
 
     @property
     def lost(self) -> str | None:
         """Why the device cannot be used any more; None while it can."""
         return None
+
+    # Whose it is.
+
+    def attach(self, mark: object) -> None:
+        """It has a manager from now on. Raises IllegalTransition if it has one, or had one."""
+        self.present("attach")
+        if self.closed or self._taken_by is not None:
+            state = "CLOSED" if self.closed else "OPEN"
+            reason = "it was closed" if self.closed else "it has a manager, and can have only one"
+            raise IllegalTransition(
+                f"the {self.name} device", "attach", state, f"{reason}; open another device"
+            )
+        self._taken_by = mark
+
+    def detach(self, mark: object) -> None:
+        """That manager could not be opened."""
+        if self._taken_by is mark:
+            self._taken_by = None
+
+    def present(self, call: str) -> None:
+        """Raise IllegalTransition in the child of a fork."""
+        if self.forked:
+            reason = (
+                f"process {self.pid} opened it, and this is its child {os.getpid()}, where its "
+                "memory is not; open another one here"
+            )
+            raise IllegalTransition(f"the {self.name} device", call, "FORKED", reason)
+
+    def leave(self) -> None:
+        """This is the child of a fork: let go of what the child has of it, without touching what is
+        the parent's."""
+        self.forked = True
+
+    @property
+    def unclosed(self) -> bool:
+        """Somebody should have closed it."""
+        return not (self.closed or self.kept or self.forked)
 
     # Failures to come.
 
@@ -104,6 +161,7 @@ class Books:
 
     def enter(self, kind: str) -> None:
         """The beginning of every call: count it, or fail it if that was asked for."""
+        self.present(kind)
         self.calls[kind] += 1
         self.step(kind)
 
@@ -309,10 +367,11 @@ class Books:
             held.clear()
         for names in (self.frames, self.copies, self.read_only, self.hung):
             names.clear()
-        self.closed = True
+        self.closed, self.kept = True, False
 
     def books(self, work: tuple[Work, ...]) -> Ledger:
         """The ledger, with the pending work that the device knows of."""
+        self.present("ledger")
         return Ledger(
             dict(self.reservations),
             frozenset(self.frames),
@@ -322,6 +381,27 @@ class Books:
             frozenset(self.copies),
             work,
         )
+
+
+def address_of(region: mmap.mmap) -> int:
+    """The first address of a mapping."""
+    return int(np.frombuffer(region, np.uint8).ctypes.data)
+
+
+def never_unmap(regions: Iterable[mmap.mmap]) -> None:
+    """In the child of a fork, where they are not mapped: others may have the addresses there."""
+    for region in regions:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(region))
+
+
+def _forked() -> None:
+    for one in tuple(_DEVICES):
+        device = one()
+        if device is not None:
+            device.leave()
+
+
+os.register_at_fork(after_in_child=_forked)
 
 
 def _take_back(undo: Undo) -> None:

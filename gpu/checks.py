@@ -36,14 +36,16 @@ assert DEVICE_SEGMENT.itemsize == SEGMENT_BYTES
 class Scratch:
     """Pinned staging and as much device memory, for one launch at a time."""
 
-    def __init__(self, device: CudaDevice, size_bytes: int, number: int) -> None:
+    def __init__(self, device: CudaDevice, size_bytes: int, all_of_them: list[Scratch]) -> None:
         call, api = device.driver.call, device.api
-        self.size_bytes, self.number = size_bytes, number
+        self.size_bytes, self.number = size_bytes, len(all_of_them)
+        self.host = self.device = 0
+        self.done: CudaEvent | None = None
+        all_of_them.append(self)  # before there is anything to give back
         self.host = int(call(api.cuMemHostAlloc, size_bytes, 0))
         self.device = int(call(api.cuMemAlloc, size_bytes))
         buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.host)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
-        self.done: CudaEvent | None = None
 
 
 class CudaCheck:
@@ -200,13 +202,22 @@ class Checker:
         return np.split(flags, np.cumsum(counts)[:-1]) if counts else []
 
     def free(self) -> None:
-        """Give all scratch and the table back."""
+        """Give all scratch and the table back, once."""
         call, api = self.device.driver.call, self.device.api
-        for scratch in self._all:
-            call(api.cuMemFree, scratch.device)
-            call(api.cuMemFreeHost, scratch.host)
+        self.idle.clear()
+        while self._all:
+            scratch = self._all[-1]
             scratch.done = None
-        call(api.cuMemFree, self.table)
+            if scratch.device:
+                call(api.cuMemFree, scratch.device)
+                scratch.device = 0
+            if scratch.host:
+                call(api.cuMemFreeHost, scratch.host)
+                scratch.host = 0
+            self._all.pop()
+        if self.table:
+            call(api.cuMemFree, self.table)
+            self.table = 0
 
     # Inside.
 
@@ -273,9 +284,7 @@ class Checker:
                 del self.idle[at]
                 return scratch
         size = max(LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-        scratch = Scratch(self.device, size, len(self._all))
-        self._all.append(scratch)
-        return scratch
+        return Scratch(self.device, size, self._all)
 
     def _give(self, stream: int, scratch: Scratch) -> None:
         """Back to the pool, for when the launch is done."""

@@ -18,6 +18,7 @@ import logging
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from random import Random
 from time import monotonic, sleep
@@ -45,6 +46,7 @@ from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
 from kvstate.gpu.stopper import Stopper
 from kvstate.gpu.streams import checked
+from kvstate.handles import Handle
 from kvstate.spec.facts import Ledger
 from kvstate.values import number, whole
 
@@ -66,14 +68,14 @@ by up to 0.1 ms, now and then by up to 2 ms, which Python does not outrun."""
 
 
 @frozen(eq=False)
-class CudaStream:
+class CudaStream(Handle):
     """A stream that this device made."""
 
     device: CudaDevice
     handle: int
 
 
-class CudaEvent:
+class CudaEvent(Handle):
     """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
 
     __slots__ = ("device", "handle")
@@ -125,7 +127,10 @@ class CudaDevice(Books):
         self._events: list[Any] = []
         self._streams: list[int] = []
         self._handles: dict[int, Any] = {}
-        self._regions: dict[int, tuple[int, int]] = {}
+        self._places: set[int] = set()
+        """Where a frame is mapped, or is about to be."""
+        self._regions: list[tuple[int, int]] = []
+        """(first address, bytes) of each reservation of the driver's."""
         self._made = 0
         self._copy_streams = {direction: self._new_stream() for direction in Direction}
         self._own = self._new_stream()
@@ -184,9 +189,9 @@ class CudaDevice(Books):
         unit = self.granularity_bytes
         size = -(-(size_bytes + (0 if power else align_bytes)) // unit) * unit
         wanted = align_bytes if power else 0
-        first = int(self.driver.call(self.api.cuMemAddressReserve, size, wanted, 0, 0))
-        address = -(-first // align_bytes) * align_bytes
-        self._regions[address] = (first, size)
+        call = self.driver.call
+        self._regions.append((int(call(self.api.cuMemAddressReserve, size, wanted, 0, 0)), size))
+        address = -(-self._regions[-1][0] // align_bytes) * align_bytes
         self.reservations[address] = size_bytes
         return address
 
@@ -194,22 +199,22 @@ class CudaDevice(Books):
         """Give the addresses back."""
         self._enter("unreserve")
         self.check_unreserve(address)
-        self.driver.call(self.api.cuMemAddressFree, *self._regions[address])
-        del self._regions[address], self.reservations[address]
+        region = next(one for one in self._regions if one[0] <= address < sum(one))
+        self.driver.call(self.api.cuMemAddressFree, *region)
+        self._regions.remove(region)
+        del self.reservations[address]
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
         """Allocate frames; if one fails, those before it are released again."""
         self._enter("create")
         self.check_create(count, frame_bytes)
-        made: list[Any] = []
-        with self.whole() as undo:
-            while len(made) < count:
-                made.append(self._create_one(frame_bytes))
-                undo.append(partial(self._do, "freeing", self.api.cuMemRelease, made[-1]))
-        self.frame_bytes = frame_bytes
         names = list(range(self._made, self._made + count))
+        with self.whole() as undo:
+            for name in names:
+                self._handles[name] = self._create_one(frame_bytes)
+                undo.append(partial(self._free, name))
+        self.frame_bytes = frame_bytes
         self._made += count
-        self._handles.update(zip(names, made, strict=True))
         self.frames.update(names)
         return names
 
@@ -219,14 +224,16 @@ class CudaDevice(Books):
         self.check_release(frames)
         with self.whole() as undo:
             for frame in frames:
-                self._do("freeing", self.api.cuMemRelease, self._handles[frame])
+                self._free(frame)
                 undo.append(partial(self._create_again, frame))
-        for frame in frames:
-            del self._handles[frame]
         self.frames.difference_update(frames)
 
     def _create_one(self, frame_bytes: int) -> Any:
         return self._do("frame", self.api.cuMemCreate, frame_bytes, self._property, 0)
+
+    def _free(self, frame: int) -> None:
+        self._do("freeing", self.api.cuMemRelease, self._handles[frame])
+        del self._handles[frame]
 
     def _create_again(self, frame: int) -> None:
         """A frame of the same number, with other bytes."""
@@ -236,8 +243,13 @@ class CudaDevice(Books):
         """Map every frame, then allow access a run at a time; if anything fails, unmap again."""
         self._enter("map")
         places = self.check_map(runs)
-        with self.whole() as undo:
-            self._map_all(runs, places, undo)
+        self._places.update(places)
+        try:
+            with self.whole() as undo:
+                self._map_all(runs, places, undo)
+        except DeviceError:
+            self._places.difference_update(places)
+            raise
         self.note_map(runs, places)
 
     def _map_all(self, runs: Sequence[MapRun], places: dict[int, int], undo: Undo) -> None:
@@ -266,6 +278,7 @@ class CudaDevice(Books):
                 for place in range(address, address + size, self.frame_bytes):
                     undo.append(partial(self._map_again, self.mapped_at(place)))
         self.note_unmap(runs, places)
+        self._places.difference_update(places)
 
     def _map_again(self, run: MapRun) -> None:
         self._map_all([run], {run.address: run.frames[0]}, [])
@@ -372,7 +385,7 @@ class CudaDevice(Books):
     def poll(self) -> list[Completion]:
         """Copies that have ended, the oldest of each stream first; or those that the script
         names."""
-        self.driver.select()
+        self._select("poll")
         if self._script is not None:
             script, self._script = self._script, []
             return [self._scripted(one) for one in script if one.token in self._pending]
@@ -413,12 +426,12 @@ class CudaDevice(Books):
 
     def stream(self) -> CudaStream:
         """A stream of the caller's."""
-        self.driver.select()
+        self._select("stream")
         return CudaStream(self, self._new_stream())
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
-        self.driver.select()
+        self._select("synchronize")
         self._wait(partial(self.driver.idle, self.handle_of(stream)))
 
     def wake(self) -> None:
@@ -451,6 +464,10 @@ class CudaDevice(Books):
         """Raises DeviceError if it is none, or of another device of ours."""
         self.handle_of(stream)
 
+    def check_event(self, event: Event) -> None:
+        """Raises DeviceError if it is none, or of another device of ours."""
+        self._event_handle(event)
+
     def record(self, stream: Stream) -> CudaEvent:
         """The point behind everything that was launched on the stream so far."""
         handle = self.handle_of(stream)
@@ -472,8 +489,8 @@ class CudaDevice(Books):
         try:
             handle = self.idle_events.popleft()
         except IndexError:
-            handle = self.driver.call(self.api.cuEventCreate, NO_TIMING)
-            self._events.append(handle)
+            self._events.append(self.driver.call(self.api.cuEventCreate, NO_TIMING))
+            handle = self._events[-1]
         return CudaEvent(self, handle)
 
     def handle_of(self, stream: Stream) -> int:
@@ -502,9 +519,8 @@ class CudaDevice(Books):
         raise DeviceError("event", f"{event!r} is not a recorded event")
 
     def _new_stream(self) -> int:
-        handle = int(self.driver.call(self.api.cuStreamCreate, NON_BLOCKING))
-        self._streams.append(handle)
-        return handle
+        self._streams.append(int(self.driver.call(self.api.cuStreamCreate, NON_BLOCKING)))
+        return self._streams[-1]
 
     # Bytes.
 
@@ -530,6 +546,7 @@ class CudaDevice(Books):
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """Read memory at once."""
+        self.present("peek")
         self.check_access("peek", address, size_bytes, write=False)
         if self._in_host(address, size_bytes):
             return ctypes.string_at(address, size_bytes)
@@ -553,6 +570,7 @@ class CudaDevice(Books):
 
         The driver's own synchronous copy from pageable memory returns before the bytes are there.
         """
+        self.present("poke")
         self.check_access("poke", address, len(data), write=True)
         if self._in_host(address, len(data)):
             ctypes.memmove(address, data, len(data))
@@ -564,6 +582,7 @@ class CudaDevice(Books):
 
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """How many bytes are none of the two values."""
+        self.present("strays")
         for address, size in runs:
             self.check_access("strays", address, size, write=False)
         self.driver.select()
@@ -609,11 +628,17 @@ class CudaDevice(Books):
             self.random.seed(seed)
 
     def _launching(self, stream: Stream) -> None:
-        self.driver.select()
+        self._select("launch")
         self._busy = True
         self.delay(self.handle_of(stream))
 
     # The end.
+
+    def leave(self) -> None:
+        """See `Books.leave`."""
+        super().leave()
+        if hasattr(self, "pinned"):
+            self.pinned.leave()
 
     def ledger(self) -> Ledger:
         """The device's own books. What runs when is not known here."""
@@ -622,7 +647,7 @@ class CudaDevice(Books):
     def close(self) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give
         back; if something never ends, nothing is given back, since it may still be read."""
-        if (self.closed and not self.kept) or not self._rests():
+        if self.closed or self.forked or not self._rests():
             return
         try:
             self._give_back()
@@ -634,7 +659,7 @@ class CudaDevice(Books):
 
     def _rests(self) -> bool:
         """Wait for the last time; whether that could be done, or must be tried again."""
-        self.closed, self.kept = True, False
+        self.kept = False
         try:
             self.driver.select()
             self._wait_for_all()
@@ -647,43 +672,53 @@ class CudaDevice(Books):
         return not self.kept
 
     def _give_back(self) -> None:
-        """Everything, whatever fails of it. Raises the first error then."""
-        api, failed = self.api, list[DeviceError]()
+        """Everything, whatever fails of it. Raises DeviceError then. What has been given back is
+        struck out, so that a close that was cut short can go on."""
+        api, call, failed = self.api, self.driver.call, list[str]()
 
-        def give(function: Callable[..., object], *arguments: object) -> None:
+        def give(free: Callable[..., object], *arguments: object) -> None:
             try:
-                self.driver.call(function, *arguments)
+                free(*arguments)
             except DeviceError as error:
-                failed.append(error)
+                failed.append(error.detail)
 
         self.pay()
-        for address in self.mappings:
-            give(api.cuMemUnmap, address, self.frame_bytes)
-        for handle in self._handles.values():
-            give(api.cuMemRelease, handle)
-        for first, size in self._regions.values():
-            give(api.cuMemAddressFree, first, size)
-        for address, size in self.host_memory.items():
-            self.pinned.unreserve(address, size)
-        self.stopper.free()
-        self.checker.free()
-        self.kernels.unload()
-        for event in self._events:
-            give(api.cuEventDestroy, event)
-        for stream in self._streams:
-            give(api.cuStreamDestroy, stream)
+        while self._places:
+            # Noted before the driver was asked. If one stays mapped, its addresses cannot be freed.
+            with suppress(DeviceError):
+                call(api.cuMemUnmap, next(iter(self._places)), self.frame_bytes)
+            self._places.remove(next(iter(self._places)))
+        while self._handles:
+            give(call, api.cuMemRelease, next(iter(self._handles.values())))
+            del self._handles[next(iter(self._handles))]
+        while self._regions:
+            give(call, api.cuMemAddressFree, *self._regions[-1])
+            self._regions.pop()
+        for part in (self.pinned.free, self.stopper.free, self.checker.free, self.kernels.unload):
+            give(part)
+        for handles, free in (
+            (self._events, api.cuEventDestroy), (self._streams, api.cuStreamDestroy)
+        ):  # fmt: skip
+            while handles:
+                give(call, free, handles[-1])
+                handles.pop()
         if failed:
-            raise failed[0]
+            raise DeviceError("close", "; ".join(failed))
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        if not getattr(self, "closed", True) and self.unclosed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
 
     # Inside.
 
     def _enter(self, kind: str) -> None:
-        self.driver.select()
+        self._select(kind)
         self.enter(kind)
+
+    def _select(self, call: str) -> None:
+        """The beginning of whatever calls the driver: not in the child of a fork."""
+        self.present(call)
+        self.driver.select()
 
     def _do(self, kind: str, function: Any, *arguments: Any) -> Any:
         """One step of a call."""

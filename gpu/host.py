@@ -5,6 +5,9 @@ back through either. Mapping is `mmap(MAP_FIXED)` over a `PROT_NONE` reservation
 `process_vm_readv` and `process_vm_writev` on our own process: an address that is not mapped, or
 not writable, is then an error code that we catch, and never a signal.
 
+Address runs are `mmap` objects: whoever is interrupted before one is noted loses it, and with it
+the addresses. The memory is not inherited by a fork.
+
 What it models: lost, stale, misplaced and foreign bytes; reads of unmapped memory; writes to
 read-only mappings; late copies. What it does not: caches, kernels that run at the same time, a
 driver that blocks.
@@ -19,6 +22,7 @@ import os
 import warnings
 from collections.abc import Sequence
 from functools import partial
+from io import FileIO
 from typing import Final
 
 import numpy as np
@@ -27,7 +31,7 @@ from attrs import define, field
 from kvstate import pattern
 from kvstate.device import CopyRun, FillRun, MapRun, Segments, Stream, UnmapRun
 from kvstate.errors import DeviceError
-from kvstate.gpu.books import Undo
+from kvstate.gpu.books import Undo, address_of, never_unmap
 from kvstate.gpu.simulated import SimulatedDevice
 
 PAGE_BYTES: Final = 4096
@@ -45,7 +49,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 _size, _long = ctypes.c_size_t, ctypes.c_long
 _libc.mmap.restype = ctypes.c_void_p
 _libc.mmap.argtypes = [_size, _size, ctypes.c_int, ctypes.c_int, ctypes.c_int, _long]
-_libc.munmap.argtypes = [_size, _size]
+_libc.madvise.argtypes = [_size, _size, ctypes.c_int]
 _libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, _long, _long]
 for _call in (_libc.process_vm_readv, _libc.process_vm_writev):
     _call.restype = ctypes.c_ssize_t
@@ -71,12 +75,10 @@ class HostDevice(SimulatedDevice):
 
     def __init__(self, *, streams: str = "eager", seed: int = 0) -> None:
         super().__init__(streams=streams, seed=seed)
-        self._pid = os.getpid()
-        self._memory = os.memfd_create("kvstate-frames", os.MFD_CLOEXEC)
         self._made = 0
         self._released: list[int] = []
-        self._regions: dict[int, tuple[int, int]] = {}
-        """What to give to munmap, by the address that the caller knows."""
+        self._regions: dict[int, mmap.mmap] = {}
+        """Runs of addresses, by the one that the caller knows."""
         self._row_bytes = 0
         self._table: dict[int, tuple[int, int]] = {}
         """Base and length by row, as the work that has run sees them."""
@@ -85,15 +87,16 @@ class HostDevice(SimulatedDevice):
         self._staging: list[tuple[int, dict[int, tuple[int, int]]]] = []
         """Buffers that entries of the table wait in: the work that reads each of them, and they."""
         self._scratch = np.zeros(1 << 14, np.uint32)
+        self._memory = FileIO(os.memfd_create("kvstate-frames", os.MFD_CLOEXEC), "r+")
 
     # Addresses and frames.
 
     def reserve(self, size_bytes: int, align_bytes: int) -> int:
         """Map nothing over a run of addresses."""
         self.enter("reserve")
-        first = self._mmap("reserve", 0, size_bytes + align_bytes, _NOTHING, _RESERVED, -1, 0)
-        address = -(-first // align_bytes) * align_bytes
-        self._regions[address] = (first, size_bytes + align_bytes)
+        region = self._region("reserve", size_bytes + align_bytes, _NOTHING, _RESERVED)
+        address = -(-address_of(region) // align_bytes) * align_bytes
+        self._regions[address] = region
         self.reservations[address] = size_bytes
         return address
 
@@ -101,8 +104,8 @@ class HostDevice(SimulatedDevice):
         """Give the addresses back."""
         self.enter("unreserve")
         self.check_unreserve(address)
-        _libc.munmap(*self._regions.pop(address))
-        del self.reservations[address]
+        self._regions[address].close()
+        del self._regions[address], self.reservations[address]
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
         """Extend the memfd, after what was released before is used again."""
@@ -113,7 +116,7 @@ class HostDevice(SimulatedDevice):
         reused = self._released[len(self._released) - min(count, len(self._released)) :]
         fresh = list(range(self._made, self._made + count - len(reused)))
         try:
-            os.ftruncate(self._memory, (self._made + len(fresh)) * frame_bytes)
+            os.ftruncate(self._memory.fileno(), (self._made + len(fresh)) * frame_bytes)
         except OSError as error:
             raise DeviceError("create", str(error)) from error
         del self._released[len(self._released) - len(reused) :]
@@ -129,7 +132,7 @@ class HostDevice(SimulatedDevice):
         size = self.frame_bytes
         for frame in frames:
             self.step("freeing")  # one that is freed and still exists has lost its bytes only
-            if _libc.fallocate(self._memory, _PUNCH_HOLE, frame * size, size):
+            if _libc.fallocate(self._memory.fileno(), _PUNCH_HOLE, frame * size, size):
                 raise DeviceError("release", os.strerror(ctypes.get_errno()))
         self.frames.difference_update(frames)
         self._released += frames
@@ -150,7 +153,7 @@ class HostDevice(SimulatedDevice):
             place = run.address + at * size
             self._mmap(
                 "map", place, count * size, protection, mmap.MAP_SHARED | _MAP_FIXED,
-                self._memory, run.frames[at] * size,
+                self._memory.fileno(), run.frames[at] * size,
             )  # fmt: skip
             undo.append(partial(self._map_nothing, place, count))
             self.step("access")
@@ -177,11 +180,10 @@ class HostDevice(SimulatedDevice):
         """Anonymous memory."""
         self.enter("host_reserve")
         flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
-        address = self._mmap("host_reserve", 0, size_bytes, _READ_WRITE, flags, -1, 0)
-        with self.whole() as undo:
-            undo.append(partial(_libc.munmap, address, size_bytes))
-            self.step("register")
-        self._regions[address] = (address, size_bytes)
+        region = self._region("host_reserve", size_bytes, _READ_WRITE, flags)
+        self.step("register")
+        address = address_of(region)
+        self._regions[address] = region
         self.host_memory[address] = size_bytes
         return address
 
@@ -190,23 +192,31 @@ class HostDevice(SimulatedDevice):
         self.enter("host_unreserve")
         self.check_host(address)
         self.step("unregister")
-        _libc.munmap(*self._regions.pop(address))
-        del self.host_memory[address]
+        self._regions[address].close()
+        del self._regions[address], self.host_memory[address]
 
     def close(self) -> None:
         """Unmap and close everything; nothing, while a copy that never ends may read it."""
-        if (self.closed and not self.kept) or not self.rests():
+        if self.closed or self.forked or not self.rests():
             return
         self.pay()
         for region in self._regions.values():
-            _libc.munmap(*region)
-        os.close(self._memory)
+            region.close()
         self._regions.clear()
+        self._memory.close()
         self.forget()
 
+    def leave(self) -> None:
+        """See `Books.leave`."""
+        super().leave()
+        if hasattr(self, "_memory"):
+            never_unmap(self._regions.values())
+            self._memory.close()
+
     def __del__(self) -> None:
-        if hasattr(self, "_memory") and not self.closed:
+        if hasattr(self, "_memory") and self.unclosed:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
+            self._memory.close()
 
     # Bytes.
 
@@ -254,11 +264,13 @@ class HostDevice(SimulatedDevice):
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """Read memory at once. Raises DeviceError if it is not there."""
+        self.present("peek")
         self.check_access("peek", address, size_bytes, write=False)
         return ctypes.string_at(address, size_bytes)
 
     def poke(self, address: int, data: bytes) -> None:
         """Write memory at once. Raises DeviceError if it is not there or is read-only."""
+        self.present("poke")
         self.check_access("poke", address, len(data), write=True)
         self._put(address, data)
 
@@ -267,6 +279,7 @@ class HostDevice(SimulatedDevice):
 
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """How many bytes are none of the values."""
+        self.present("strays")
         return sum(len(self.peek(*run).translate(None, values)) for run in runs)
 
     def set_rows(self, row_bytes: int) -> None:
@@ -277,6 +290,7 @@ class HostDevice(SimulatedDevice):
         self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
     ) -> None:
         """Launch the update of the device's table."""
+        self.present("publish")
         entries = {r: (b, n) for r, b, n in zip(rows, bases, lengths, strict=True)}
         self._published |= entries
         at = self._idle_buffer()
@@ -302,6 +316,7 @@ class HostDevice(SimulatedDevice):
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch the writing of token rows."""
+        self.present("write")
         segments = segments.copy()
         self.streams.launch(
             self._own(stream), "write", lambda: self._write_rows(segments),
@@ -312,6 +327,7 @@ class HostDevice(SimulatedDevice):
         self, stream: Stream, segments: Segments, most_bytes: int | None = None
     ) -> HostCheck:
         """Launch the comparison of token rows."""
+        self.present("verify")
         check, segments = HostCheck(), segments.copy()
         total = int(segments["count"].sum()) * self._row_bytes
         stride = 1 if most_bytes is None else max(1, -(-total // max(1, most_bytes)))
@@ -402,7 +418,7 @@ class HostDevice(SimulatedDevice):
     ) -> bool:  # fmt: skip
         assert callable(call)
         where = ctypes.addressof(local), count, ctypes.addressof(remote), count
-        moved = call(self._pid, *where, 0)
+        moved = call(self.pid, *where, 0)
         wanted = sum(run.size_bytes for run in runs)
         if moved == wanted:
             return True
@@ -427,7 +443,17 @@ class HostDevice(SimulatedDevice):
         if result == _FAILED:
             reason = os.strerror(ctypes.get_errno())
             raise DeviceError(call, f"mmap of {size} bytes at {address:#x}: {reason}")
+        _libc.madvise(address, size, mmap.MADV_DONTFORK)
         return result
+
+    def _region(self, call: str, size: int, protection: int, flags: int) -> mmap.mmap:
+        """A run of addresses of its own, which goes with the object."""
+        try:
+            region = mmap.mmap(-1, size, flags, protection)
+        except (OSError, OverflowError) as error:
+            raise DeviceError(call, f"mmap of {size} bytes: {error}") from error
+        region.madvise(mmap.MADV_DONTFORK)
+        return region
 
 
 class _Vector(ctypes.Structure):

@@ -153,15 +153,17 @@ class Kernels:
         self.driver = driver
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         code = _compiled(f"sm_{major}{minor}")
-        self._module = driver.call(driver.api.cuModuleLoadData, code)
+        self._module: Any = driver.call(driver.api.cuModuleLoadData, code)
         self._functions = {
             name: driver.call(driver.api.cuModuleGetFunction, self._module, name.encode())
             for name in NAMES
         }
 
     def unload(self) -> None:
-        """Give the module back."""
-        self.driver.call(self.driver.api.cuModuleUnload, self._module)
+        """Give the module back, once."""
+        if self._module is not None:
+            self.driver.call(self.driver.api.cuModuleUnload, self._module)
+            self._module = None
 
     def write(
         self, stream: int, segments: int, firsts: int, count: int, table: int, row_bytes: int,

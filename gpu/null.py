@@ -112,13 +112,16 @@ class NullDevice(SimulatedDevice):
 
     def peek(self, address: int, size_bytes: int) -> bytes:
         """There are no bytes."""
+        self.present("peek")
         return bytes(size_bytes)
 
     def poke(self, address: int, data: bytes) -> None:
         """There are no bytes."""
+        self.present("poke")
 
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """None: there is no memory."""
+        self.present("strays")
         return 0
 
     def set_rows(self, row_bytes: int) -> None:
@@ -126,16 +129,19 @@ class NullDevice(SimulatedDevice):
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch a piece of work that writes nothing."""
+        self.present("write")
         self.streams.launch(self._own(stream), "write", _nothing)
 
     def publish(
         self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
     ) -> None:
         """Launch a piece of work that publishes nothing."""
+        self.present("publish")
         self.streams.launch(self._own(stream), "publish", _nothing)
 
     def verify(self, stream: Stream, segments: Segments, most_bytes: int | None = None) -> NoCheck:
         """Launch a piece of work that compares nothing."""
+        self.present("verify")
         self.streams.launch(self._own(stream), "verify", _nothing)
         return NoCheck()
 
@@ -148,7 +154,7 @@ class NullDevice(SimulatedDevice):
 
     def close(self) -> None:
         """Forget everything; nothing, while a copy has been told never to end."""
-        if self.rests():
+        if not self.forked and self.rests():
             self.forget()
 
 

@@ -51,10 +51,12 @@ class SimulatedDevice(Books, ABC):
 
     def stream(self) -> SimulatedStream:
         """A stream of the caller's."""
+        self.present("stream")
         return self.streams.new("caller")
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
+        self.present("synchronize")
         if not self.streams.finish(self._own(stream).last):
             raise DeviceFault(self._stuck())
 
@@ -65,7 +67,7 @@ class SimulatedDevice(Books, ABC):
 
     def rests(self) -> bool:
         """Run everything for the last time; whether that could be done, or must be tried again."""
-        self.closed, self.kept = True, not self.streams.drain()
+        self.kept = not self.streams.drain()
         if self.kept:
             log.error("%r keeps all its memory: %s", self, self._stuck())
         return not self.kept
@@ -81,6 +83,10 @@ class SimulatedDevice(Books, ABC):
     def check_stream(self, stream: Stream) -> None:
         """Raises DeviceError if it is no stream of this device."""
         self._own(stream)
+
+    def check_event(self, event: Event) -> None:
+        """Raises DeviceError if it is no event of this device."""
+        self._numbers(event)
 
     def record(self, stream: Stream) -> SimulatedEvent:
         """The point behind everything that was launched on the stream so far."""
@@ -134,6 +140,7 @@ class SimulatedDevice(Books, ABC):
 
     def poll(self) -> list[Completion]:
         """Completions in the order in which the copies ran, or those that the script names."""
+        self.present("poll")
         if self._script is not None:
             return self._scripted(self._script)
         if not self.streams.eager:

@@ -26,6 +26,7 @@ from typing import Final, Protocol
 
 from attrs import define, field
 
+from kvstate.handles import Handle
 from kvstate.spec.facts import Work
 from kvstate.values import one_of, whole
 
@@ -38,7 +39,7 @@ Runs = tuple[tuple[int, int], ...]
 
 
 @define(eq=False)
-class SimulatedStream:
+class SimulatedStream(Handle):
     """Work of one stream runs in the order of its launch."""
 
     owner: object
@@ -52,7 +53,7 @@ class SimulatedStream:
 
 
 @define(eq=False)
-class SimulatedEvent:
+class SimulatedEvent(Handle):
     """Passed when the work of these numbers has run."""
 
     device: object
@@ -279,7 +280,9 @@ class Streams:
         work = self.order.choose(ready, waiting) if ready else None
         if work is None:
             return False
+        # Of work that an interrupt has caught here, or at its launch, one of the two is left.
+        _, run = self.pending.pop(work.number, (work, None))
         self.streams[work.stream].queue.popleft()
-        _, run = self.pending.pop(work.number)
-        run()
+        if run is not None:
+            run()
         return True

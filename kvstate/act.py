@@ -48,6 +48,7 @@ class Actor:
 
     def run(self, plan: Plan) -> None:
         """Do everything that the plan asks for, or nothing. Raises DeviceError or DeviceFault."""
+        self.life.change()
         acts = plan.acts
         if not acts:
             return
@@ -93,6 +94,7 @@ class Actor:
 
     def ask(self, call: Callable[[], T]) -> T:
         """Make one device call that no plan has. A DeviceFault poisons here too."""
+        self.life.change()
         try:
             return call()
         except DeviceFault as fault:

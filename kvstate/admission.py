@@ -21,6 +21,7 @@ from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Stream
 from kvstate.errors import KvStateError, OutOfRows
+from kvstate.guard import guarded
 from kvstate.keys import ID_BYTES, Adapter, Extras, Identity, checked_extras, token_bytes
 from kvstate.lines import source_of
 from kvstate.plan import Plan, Run
@@ -71,6 +72,7 @@ class Start:
 class Admission(Stepping):
     """The calls that admit sequences and give them memory."""
 
+    @guarded
     def create(
         self,
         prompt_tokens: npt.ArrayLike | None = None,
@@ -115,6 +117,7 @@ class Admission(Stepping):
         if not self.columns.free:
             rows = self.columns.rows
             raise self._refused(OutOfRows(f"all {rows} rows are in use; close a sequence first"))
+        self.life.change()
         self._created += 1
         row = self.columns.free.pop()
         seq = Sequence(cast("Manager", self), self._created, row, tokens, identity, prompt, commit)
@@ -129,6 +132,7 @@ class Admission(Stepping):
 
     # Looking up.
 
+    @guarded
     def probe_reuse(
         self,
         prompt_tokens: npt.ArrayLike,
@@ -179,6 +183,7 @@ class Admission(Stepping):
         aliased = seq.pages.states[node.ordinal] == ALIASED.code
         return source_of(node) is not None and (aliased or node.owner is seq)
 
+    @guarded
     def admits(self, capacity_tokens: int) -> bool:
         """Whether the gate would let a sequence of that many tokens in now.
 
@@ -208,6 +213,7 @@ class Admission(Stepping):
         kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=competing)
         return self.gpu.budget_frames - self.gpu.charged - kept - self._promised()
 
+    @guarded
     def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:
         """How many more sequences of that length could all run to their end now, if each maps the
         same `shared_tokens` that somebody has already. Whole frames are shared, as in `resume`."""
@@ -219,6 +225,7 @@ class Admission(Stepping):
         one = not self._running and self._unpromised(competing=False) >= each
         return max(int(one), self._unpromised(competing=True) // each)
 
+    @guarded
     def largest_max_tokens(self, sequences: int = 1) -> int:
         """The longest that this many sequences can all become in the whole budget, in tokens."""
         frames = self.gpu.budget_frames // whole("sequences", sequences, 1)
@@ -226,6 +233,7 @@ class Admission(Stepping):
 
     # Beginning.
 
+    @guarded
     def resume(self, seq: Sequence, stream: Stream = None) -> None:
         """Give the sequence a range; if it was suspended, copy its bytes back.
 
@@ -240,6 +248,7 @@ class Admission(Stepping):
         self._enter(seq)
         self._begin(seq, stream, None)
 
+    @guarded
     def fork(
         self, parent: Sequence, max_tokens: int | None = None, stream: Stream = None
     ) -> Sequence:

@@ -16,7 +16,7 @@ from kvstate.act import Actor
 from kvstate.arena import Arena, Range, margin_for, missing
 from kvstate.config import Config, Geometry
 from kvstate.device import Device
-from kvstate.errors import ArgumentError, CapacityError, DeviceError, HostExhausted, OutOfFrames
+from kvstate.errors import ArgumentError, CapacityError, HostExhausted, OutOfFrames
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.life import Life
@@ -27,7 +27,6 @@ from kvstate.reuse import Reuse
 from kvstate.sequence import Batch, Columns, Sequence, Step, foreign
 from kvstate.spans import Spans
 from kvstate.spec.compiled import ObjectEvent
-from kvstate.threads import Owner
 from kvstate.tiers import FrameBudget, HostSlots
 
 log = logging.getLogger("kvstate")
@@ -40,9 +39,6 @@ _NOTHING: Final = object()
 
 class Core:
     """The books, and what calls do with them before and after their own work."""
-
-    owner: Owner | None = None
-    """The only thread that may call, if somebody looks."""
 
     def __init__(self, config: Config, device: Device) -> None:
         self.config, self.device = config, device
@@ -77,22 +73,17 @@ class Core:
         return life is None or life.closed
 
     def _reserve(self, geometry: Geometry) -> int:
-        """Reserve host memory and addresses; if either fails, keep neither."""
+        """Reserve host memory and addresses."""
         base = self.device.reserve(geometry.arena_bytes, geometry.align_bytes)
-        try:
-            if geometry.host_slots:
-                size_bytes = geometry.host_slots * geometry.block_bytes
-                self.host.address = self.device.host_reserve(size_bytes)
-        except DeviceError:
-            self.device.unreserve(base)
-            raise
+        if geometry.host_slots:
+            size_bytes = geometry.host_slots * geometry.block_bytes
+            self.host.address = self.device.host_reserve(size_bytes)
         return base
 
     def _enter(
         self, subject: Any = _NOTHING, kind: type[Sequence | Batch | Step] = Sequence
     ) -> None:
         """The beginning of every public call, of one about something that this manager has made."""
-        self.life.call()
         made = subject is _NOTHING or (type(subject) is kind and subject.columns is self.columns)
         if not made:
             raise foreign(subject, kind)
@@ -109,33 +100,33 @@ class Core:
         What is found is there for good, and the one quiesce is made once: a few rounds are enough
         for a plan that came to use another range.
         """
-        for _ in range(_ROUNDS):
+        for left in reversed(range(_ROUNDS)):
             chosen = event.decide(seq)
             if chosen is None:
                 raise illegal_object(event, seq)
             try:
                 return build(chosen, seq, *args)
             except CapacityError as error:
-                short = error
-            try:
-                self._find(short)
-            except CapacityError:
-                break
-        raise self._refused(short)
+                # No variable may keep it: error, traceback and frame would keep each other.
+                if not left or not self._find(error):
+                    self._refused(error)
+                    raise
+        raise AssertionError("the last round returns or raises")
 
-    def _find(self, short: CapacityError) -> None:
-        """Find what a plan is short of. Raises `short` if there is nothing to wait for."""
+    def _find(self, short: CapacityError) -> bool:
+        """Find what a plan is short of; False if there is nothing to wait for."""
         if isinstance(short, OutOfFrames) and short.place == "budget":
-            self.ladder.supply(short)
-        elif isinstance(short, OutOfFrames) and short.place == "addresses":
-            self.ladder.addresses(short)
-        elif isinstance(short, OutOfFrames) and short.place == "retained":
+            return self.ladder.supply(short)
+        if isinstance(short, OutOfFrames) and short.place == "addresses":
+            return self.ladder.addresses()
+        if isinstance(short, OutOfFrames) and short.place == "retained":
             for range_ in short.uses:
                 self.ladder.give_up(range_)
-        elif isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
+            return True
+        if isinstance(short, HostExhausted) and short.needed <= short.free + short.coming:
             self._find_slots(short)
-        else:
-            raise short
+            return True
+        return False
 
     def _find_slots(self, short: HostExhausted) -> None:
         """Make room for what is not there yet; if that is not to be had, for all of it."""

@@ -4,7 +4,8 @@ The manager decides, a device does. Every call either does all of it or raises `
 has done nothing; whatever is neither raises `DeviceFault`. Nothing here tells the manager how fast
 anything was: completions come only out of `poll` and `quiesce`.
 
-A device belongs to one manager and one thread.
+A device belongs to one manager, one thread and one process. In the child of a fork it refuses all
+calls with IllegalTransition, and its memory is not there.
 """
 
 from __future__ import annotations
@@ -103,6 +104,13 @@ class Device(Protocol):
     def memory(self) -> tuple[str, int] | None:
         """Whose memory is behind its addresses: `("cuda", ordinal)`, `("cpu", 0)`, or nobody's."""
 
+    def attach(self, mark: object) -> None:
+        """It has a manager from now on, which `mark` stands for. Raises IllegalTransition if it has
+        one, or had one: completions and memory are one's."""
+
+    def detach(self, mark: object) -> None:
+        """That manager could not be opened: it has none. Nothing, if that is not its own."""
+
     def reserve(self, size_bytes: int, align_bytes: int) -> int:
         """Reserve addresses with nothing behind them; the first one, a multiple of the
         alignment."""
@@ -151,6 +159,9 @@ class Device(Protocol):
 
     def check_stream(self, stream: Stream) -> None:
         """Raises DeviceError if it is no stream of this device."""
+
+    def check_event(self, event: Event) -> None:
+        """Raises DeviceError if it is no event that a copy here can wait for."""
 
     def record(self, stream: Stream) -> Event:
         """The point behind everything that was launched on the stream so far."""

@@ -38,6 +38,11 @@ class IllegalTransition(KvStateError):
         super().__init__(f"{subject}: {event} is illegal in state {state}" + _because(reason))
 
 
+class NestedCall(IllegalTransition):
+    """A call from inside a call: from a finaliser, a signal handler or a callback. Nothing of it
+    was done. Let through into the call that runs, it cuts that short."""
+
+
 class CapacityError(KvStateError):
     """Something is full. Nothing has changed; try again after giving way."""
 

@@ -125,6 +125,7 @@ class Flight:
 
     def settle(self, plan: Plan) -> None:
         """Settle a plan, and let named holders come or go as its rows say."""
+        self.actor.life.change()
         plan.settle()
         if plan.holds:
             # All holds first: a range must not land on one's release before another has begun.

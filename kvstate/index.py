@@ -26,6 +26,7 @@ a free queue in the order of release (NVIDIA/TensorRT-LLM#3735: parents come bef
 from __future__ import annotations
 
 import heapq
+import logging
 import secrets
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -55,6 +56,8 @@ from kvstate.keys import ID_BYTES, Extra, Extras, Identity, extra_bytes
 from kvstate.telling import Telling
 from kvstate.uncopied import Uncopied
 from kvstate.values import ID, ID_HIGH, instance, whole
+
+log = logging.getLogger("kvstate")
 
 
 class Index(Telling):

@@ -237,6 +237,7 @@ class Lines:
         The least recently used first, and never one that something is kept behind; none of `spare`
         nor what comes before them.
         """
+        self.actor.life.change()
         spare = dict.fromkeys(spare)
         for node in spare:
             self.index.hold(node, ("room", 0))

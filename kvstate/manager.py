@@ -17,15 +17,19 @@ import logging
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
+from contextlib import suppress
 from types import TracebackType
-from typing import Final, Self
+from typing import TYPE_CHECKING, Final, Self
 
 from kvstate import runs
 from kvstate.blocks import Loss, Node
 from kvstate.config import Config
 from kvstate.device import CALLS, Completion, Device, Event, Stream
-from kvstate.errors import DeviceError, DeviceFault, HostExhausted
+from kvstate.errors import DeviceError, DeviceFault, HostExhausted, KvStateError
 from kvstate.events import Format, Hashes
+from kvstate.guard import ending, guarded
+from kvstate.handles import Handle
+from kvstate.keys import Identity
 from kvstate.plan import Plan, Run
 from kvstate.publisher import MOST_PENDING_BLOCKS, Publisher
 from kvstate.reuse import Leaving
@@ -34,12 +38,15 @@ from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
+from kvstate.spec.facts import Ledger
 from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
-from kvstate.threads import own
 from kvstate.values import able, flag, instance, whole
+
+if TYPE_CHECKING:
+    from kvstate.observe import Watch
 
 log = logging.getLogger("kvstate")
 
@@ -51,12 +58,15 @@ _CLOSE: Final = MACHINES.object("sequence.close")
 _DEVICE: Final = (*CALLS, "check_stream", "poll", "ledger", "close")
 
 
-class Manager(Rewinding):
+class Manager(Rewinding, Handle):
     """KV memory of one level on one device, for many sequences.
 
-    Takes the device over and closes it. Belongs to the thread that made it. Use it as a context
-    manager, or call `close`.
+    Takes the device over and closes it; a device has one manager. Belongs to the thread and to the
+    process that made it. Runs one call at a time; one that is cut short (by Ctrl-C, say) has
+    changed nothing, or poisons it. Use it as a context manager, or call `close`.
     """
+
+    instead = "open another one, on a device of its own"
 
     def __init__(
         self,
@@ -69,50 +79,61 @@ class Manager(Rewinding):
     ) -> None:
         """Reserve addresses and host memory; frames are allocated when they are needed.
 
-        With `debug`, every law is checked after every call, freed memory is overwritten, and a call
-        from another thread is refused; with `order`, only that whatever touches the same bytes is
-        ordered (law 17). Either way `device` is then a wrapper around the one given: record events
-        on that.
+        With `debug`, every law is checked after every call, and freed memory is overwritten; with
+        `order`, only that whatever touches the same bytes is ordered (law 17). Either way `device`
+        is then a wrapper around the one given: record events on that.
         `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
         file's `write` will do.
+        If anything goes wrong, the device is as it was. Raises IllegalTransition if it has a
+        manager already, or was closed.
         """
         instance("config", config, Config)
         able("device", device, _DEVICE)
         debug, order = flag("debug", debug), flag("order", order)
         if record is not None:
             able("record", record, ("__call__",))
-        if debug or order:
-            from kvstate.order_device import ordered
+        mark, before = object(), device.ledger()
+        try:
+            device.attach(mark)
+            if debug or order:
+                from kvstate.order_device import ordered
 
-            device = ordered(device)
-        super().__init__(config, device)
-        self.replayed: Callable[[], list[str]] | None = None
-        """Compares the events with the index, if somebody does."""
-        if debug or order or record:
-            from kvstate.observe import observe
+                device = ordered(device)
+            super().__init__(config, device)
+            self.watches: list[Watch] = []
+            """Those that look at its calls."""
+            self.replayed: Callable[[], list[str]] | None = None
+            """Compares the events with the index, if somebody does."""
+            if debug or order or record:
+                from kvstate.observe import observe
 
-            observe(self, debug=debug, record=record)
-        if debug:
-            own(self)
+                observe(self, debug=debug, record=record)
+        except BaseException:
+            vars(self).pop("life", None)  # it was never opened
+            _hand_back(device, before, mark)
+            raise
 
+    @guarded
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:
         """An ACTIVE sequence of that length with undefined bytes: for warm-up and graph
         capture."""
         self._enter()
         tokens = whole("length_tokens", length_tokens, 1, self.config.max_tokens)
         self.device.check_stream(stream)
-        seq = self.create(max_tokens=tokens, commit=False)
+        identity = Identity(b"", None, self.reuse.epoch)
+        seq = self._admit(b"", tokens, identity, {}, commit=False)
         try:
-            self.resume(seq, stream)
-            self.resize(seq, tokens)
-        except BaseException:
-            self.close_sequence(seq)
+            self._begin(seq, stream, None)
+            self._resize(seq, tokens)
+        except KvStateError:
+            self._close_sequence(seq, None)
             raise
         self.columns.set_lengths(seq.row, tokens)
         return seq
 
     # Memory.
 
+    @guarded
     def tensors(
         self, seq: Sequence, layer: int, tokens: int | None = None
     ) -> tuple[TensorView, TensorView]:
@@ -127,6 +148,7 @@ class Manager(Rewinding):
         self._enter(seq)
         return views(seq, layer, tokens)
 
+    @guarded
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:
         """Map and charge memory for that many tokens, or give back what is beyond them.
 
@@ -135,6 +157,9 @@ class Manager(Rewinding):
         """
         self._enter(seq)
         tokens = whole("capacity_tokens", capacity_tokens, 0, self.config.max_tokens)
+        self._resize(seq, tokens)
+
+    def _resize(self, seq: Sequence, tokens: int) -> None:
         range_, frames = seq.range, self.geometry.frames(tokens)
         shrinks = range_ is not None and frames < range_.used
         self._legal(_SHRINK if shrinks else _GROW, seq)
@@ -162,6 +187,7 @@ class Manager(Rewinding):
 
     # Giving memory up.
 
+    @guarded
     def suspend(self, seq: Sequence, after: Event = None) -> None:
         """Copy the written tokens to the host and give the GPU memory up, without waiting.
 
@@ -170,6 +196,7 @@ class Manager(Rewinding):
         is DROPPED.
         """
         self._enter(seq)
+        self._check_event(after)
         if seq.loading:
             self.flight.quiesce()
         plan, passage, slots = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
@@ -234,17 +261,20 @@ class Manager(Rewinding):
         plan.size_bytes = sum(length for _, _, length in pieces)
         return runs_of(self.host.cells, slots)
 
+    @guarded
     def drop(self, seq: Sequence, after: Event = None) -> None:
         """Give up the bytes, on the GPU or on the host, and keep the sequence: it can be refilled.
 
         GPU memory is reused once `after`, steps in flight and copies are done.
         """
         self._enter(seq)
+        self._check_event(after)
         blocks = self.geometry.blocks(seq.written_tokens)
         self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
         seq.forget_tokens()
         self.counters["drops"] += 1
 
+    @guarded
     def close_sequence(self, seq: Sequence, after: Event = None) -> None:
         """End the sequence, in whatever state it is. Its memory is reused as `drop` says.
 
@@ -252,6 +282,10 @@ class Manager(Rewinding):
         be made, and is found by others with the same prefix once it is there.
         """
         self._enter(seq)
+        self._check_event(after)
+        self._close_sequence(seq, after)
+
+    def _close_sequence(self, seq: Sequence, after: Event) -> None:
         self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
         if seq.state == CLOSED.code:
             self._retire(seq)
@@ -371,6 +405,12 @@ class Manager(Rewinding):
         }
         return slots
 
+    def _check_event(self, after: Event) -> None:
+        """Refuse what is no event of the device before anything else, whether it is used or
+        not."""
+        if after is not None:
+            self.device.check_event(after)
+
     def _fence(self, seq: Sequence, after: Event) -> None:
         """Let the caller's event hold the range that the sequence is about to leave."""
         if after is not None and seq.range is not None:
@@ -379,6 +419,7 @@ class Manager(Rewinding):
 
     # Time, and the end.
 
+    @guarded
     def poll(self) -> list[Completion]:
         """Deliver the copies that have ended, without waiting; what was delivered."""
         self._enter()
@@ -386,6 +427,7 @@ class Manager(Rewinding):
             self.mirrors.copy_out()
         return self.flight.poll()
 
+    @guarded
     def clear_reuse(self) -> None:
         """Forget in every tier what anybody could have from others: after the weights have changed.
 
@@ -395,6 +437,7 @@ class Manager(Rewinding):
         them; everything else is given up.
         """
         self._enter()
+        self.life.change()
         self.reuse.index.retire()
         self.flight.quiesce()
         self.reuse.make_room(self.host.capacity)
@@ -402,6 +445,7 @@ class Manager(Rewinding):
             self.ladder.give_up(range_)
         self.ladder.spill_spans(self.gpu.budget_frames, all_of_them=True)
 
+    @guarded
     def trim(self, keep_frames: int = 0) -> None:
         """Give memory that nobody uses back to the driver, but for `keep_frames` pooled frames."""
         self._enter()
@@ -412,6 +456,7 @@ class Manager(Rewinding):
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep)
 
+    @guarded
     def events(
         self, rank: int | None = None, most_events: int | None = None, *,
         format: Format = "maps", hashes: Hashes = "bytes",  # noqa: A002
@@ -422,34 +467,35 @@ class Manager(Rewinding):
         Hold what is returned for as long as it is to hear anything, and `drain` it at any time; see
         docs/events.md. Costs the digest of every block.
         """
+        self.life.change()
         publisher = Publisher(
             self.reuse.index, rank, most_events, format=format, hashes=hashes,
             most_pending_blocks=most_pending_blocks,
         )  # fmt: skip
-        publisher.owner = self.owner
+        publisher.life = self.life
         return publisher
 
+    @guarded
     def stats(self) -> Stats:
         """A snapshot of states, charges, refusals and device calls. O(sequences and ranges)."""
         return stats(self)
 
+    @ending
     def close(self) -> None:
-        """End everything and give all memory back. May be called twice.
+        """End everything and give all memory back. May be called twice, and again if it was cut
+        short.
 
-        A poisoned manager releases nothing itself; its device gives everything back once it is
-        quiet, and keeps it if it does not become so: a copy may still read it.
+        Whatever comes of it, the device is closed. A poisoned manager releases nothing itself; its
+        device gives everything back once it is quiet, and keeps it if it does not become so: a copy
+        may still read it. In the child of a fork there is nothing to give back.
         """
-        if self.closed:
-            return
-        if self.actor.fault is None:
-            try:
+        try:
+            if self.actor.fault is None:
                 self._end()
-            except (DeviceError, DeviceFault) as error:
-                self.actor.poison(f"closing failed: {error}")
-                log.error("closing failed, the device gives back the rest: %s", error)
+        except (DeviceError, DeviceFault) as error:
+            self.actor.poison(f"closing failed: {error}")
+            log.error("closing failed, the device gives back the rest: %s", error)
         self.reuse.index.close()
-        self.life.close()
-        self.device.close()
 
     def _end(self) -> None:
         if self.sequences:
@@ -457,7 +503,8 @@ class Manager(Rewinding):
         self.reuse.keeping = False
         for seq in list(self.sequences.values()):
             if seq.state != CLOSING.code:
-                self.close_sequence(seq)
+                self._enter(seq)
+                self._close_sequence(seq, None)
         self._enter()
         self.flight.quiesce()
         self.reuse.index.close()
@@ -480,5 +527,20 @@ class Manager(Rewinding):
         self.close()
 
     def __del__(self) -> None:
-        if not getattr(self, "closed", True):
+        life = getattr(self, "life", None)
+        if life is not None and not life.over:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
+
+
+def _hand_back(device: Device, before: Ledger, mark: object) -> None:
+    """A manager could not be opened: the device has what it had, and may have another one. What it
+    will not take back now it gives back when it is closed."""
+    now = device.ledger()
+    for give, there, old in (
+        (device.unreserve, now.reservations, before.reservations),
+        (device.host_unreserve, now.host, before.host),
+    ):
+        for address in there.keys() - old.keys():
+            with suppress(DeviceError):
+                give(address)
+    device.detach(mark)

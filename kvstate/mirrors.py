@@ -48,6 +48,7 @@ class Mirrors:
         waiting = self.reuse.index.uncopied
         if not waiting or self._state(waiting) == self._tried:
             return
+        self.reuse.actor.life.change()
         nodes = waiting.take(self.host.free + min(waiting.rights, MOST_PUSHED_OUT))
         pushed_out = self._make_room(nodes)
         pages, later = self._pages(nodes)

@@ -1,8 +1,8 @@
 """Observation: laws after every call, the order of what is issued, and a record of every call.
 
 All are put around a manager's public methods when they are asked for, so that a manager without
-them pays nothing. Calls that a public method makes to other public methods are part of it and are
-not observed apart.
+them pays nothing. None of them changes what a call comes to, but for a law that does not hold: that
+is raised. One that fails itself, a sink that cannot write, say, is let go of.
 """
 
 from __future__ import annotations
@@ -12,32 +12,33 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import wraps
-from inspect import signature
-from typing import Any, Final
+from inspect import BoundArguments, Signature, signature
+from threading import get_ident
+from typing import Any, Final, TypeVar
 
-import msgspec
 import numpy as np
-from attrs import evolve
 
-from kvstate import trace
 from kvstate.blocks import CPU, GPU
-from kvstate.errors import ArgumentError, CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
 from kvstate.events import FORMATS, Hash, Numbered, decode, encode, hash_text
-from kvstate.keys import Extras
+from kvstate.guard import known
 from kvstate.manager import Manager
 from kvstate.order import Agent, Operation
 from kvstate.order_device import Ordered
 from kvstate.order_memory import Pieces
+from kvstate.publisher import Publisher
+from kvstate.recorder import Recorder
 from kvstate.replica import Replica
 from kvstate.sequence import Column, Sequence, Step
 from kvstate.spec.facts import View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
+from kvstate.spec.manager import OPEN, POISONED
 from kvstate.tensors import tensors_held
-from kvstate.values import LARGEST, counts, ids, shown
 from kvstate.view import view
 
 log = logging.getLogger("kvstate")
+T = TypeVar("T")
 
 PUBLIC: Final = (
     "create", "fork", "dummy", "resume", "resize", "rewind", "step", "settle", "commit",
@@ -69,7 +70,8 @@ class LawKeeper:
 
     def __init__(self, kv: Manager, asked: Counter[str] | None) -> None:
         self.kv, self.asked = kv, asked
-        self.seen = check_laws(kv, asked)
+        self.seen: View | None = check_laws(kv, asked)
+        """What was there after the last call; None if that was cut short."""
         self._call = kv.flight.call
 
     def after(self, error: BaseException | None) -> None:
@@ -79,6 +81,8 @@ class LawKeeper:
         if kv.actor.fault is not None:
             return
         self.seen = check_laws(kv, self.asked)
+        if before is None:
+            return
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
             touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
@@ -105,16 +109,14 @@ class OrderKeeper:
         if isinstance(subject, Step):
             self.order.settled(subject.number)
 
-    def after(self, result: object, error: KvStateError | None) -> KvStateError | None:
-        """It has returned or raised; what its caller is to be told."""
-        try:
+    def after(self, result: object) -> str | None:
+        """It has returned or raised; what was found that its caller is to be told."""
+        with suppress(LawViolation):  # it is remembered, as any other that came up in the call
             if isinstance(result, Step):
                 self._step(result)
-        except LawViolation:
-            pass  # it is remembered, as any other that came up in the call
         self.order.end()
         found, self.order.fresh = self.order.fresh, None
-        return found or error
+        return found
 
     def _step(self, step: Step) -> None:
         """A step reads all tokens of its sequences and writes the new ones."""
@@ -149,7 +151,7 @@ class Listening:
     """
 
     def __init__(self, kv: Manager) -> None:
-        self.kv, self.publisher, self.replica = kv, kv.events(), Replica()
+        self.kv, self.publisher, self.replica = kv, Publisher(kv.reuse.index), Replica()
 
     def __call__(self) -> list[str]:
         """Take over what has happened; the differences to the index. O(blocks)."""
@@ -189,119 +191,6 @@ class Listening:
         return found
 
 
-class Recorder:
-    """Writes every public call of one manager to a sink, one JSON line each."""
-
-    def __init__(self, kv: Manager, sink: Callable[[bytes], object]) -> None:
-        self.kv, self.sink = kv, sink
-        self._streams: list[Any] = [None]
-        self._makers: dict[str, Callable[[dict[str, Any], Any], trace.Call]] = {
-            "create": self._create,
-            "dummy": self._dummy,
-            "step": self._step,
-            "settle": self._settle,
-            "commit": self._commit,
-            "commit_each": lambda args, _: trace.CommitEach(
-                seqs=[seq.uid for seq in args["batch"]],
-                tokens=ids("tokens", args["tokens"]).tolist(),
-            ),
-            "poll": lambda args, _: trace.Poll(),
-            "clear_reuse": lambda args, _: trace.Clear(),
-            "fork": self._fork,
-            "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
-            "resume": lambda args, _: trace.Resume(
-                seq=args["seq"].uid, stream=self._stream(args["stream"])
-            ),
-            "resize": lambda args, _: trace.Resize(
-                seq=args["seq"].uid, tokens=args["capacity_tokens"]
-            ),
-            "rewind": lambda args, _: trace.Rewind(
-                seq=args["seq"].uid, tokens=args["length_tokens"]
-            ),
-            "stop_committing": lambda args, _: trace.Stop(seq=args["seq"].uid),
-            "suspend": lambda args, _: trace.Suspend(**_leaving(args)),
-            "drop": lambda args, _: trace.Drop(**_leaving(args)),
-            "close_sequence": lambda args, _: trace.Close(**_leaving(args)),
-        }
-        config = evolve(kv.config, digest_key=None)  # secrets stay out of files
-        header = trace.Header(kvstate_trace=trace.VERSION, config=config, device=kv.device.name)
-        sink(trace.encode(header) + b"\n")
-
-    def after(self, name: str, args: dict[str, Any], result: Any, error: Any) -> None:
-        """Write down one call and what it raised. A call that made nothing names 0."""
-        polled, quiesced = self.kv.flight.polled, self.kv.flight.quiesced
-        call = msgspec.structs.replace(
-            self._refused(name, args, error) if error else self._makers[name](args, result),
-            error=None if error is None else type(error).__name__,
-            ended=[(token, ok) for token, ok in polled],
-            failed=[token for token, ok in quiesced if not ok],
-        )
-        polled.clear()
-        quiesced.clear()
-        self.sink(trace.encode(call) + b"\n")
-
-    def _refused(self, name: str, args: dict[str, Any], error: KvStateError) -> trace.Call:
-        """A call that raised: as any other, or in words if it was not even looked at, or only to
-        find that its arguments will not do."""
-        if not isinstance(error, ArgumentError):
-            with suppress(Exception):
-                return trace.decode_call(trace.encode(self._makers[name](args, None)), 0)
-        return trace.Refused(name=name, arguments={key: shown(one) for key, one in args.items()})
-
-    def _create(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
-        tokens = seq.max_tokens if seq else args["max_tokens"] or 0
-        given = args["prompt_tokens"]
-        prompt = [] if given is None else ids("prompt_tokens", given).tolist()
-        return trace.Create(
-            seq=seq.uid if seq else 0, max_tokens=tokens, prompt=prompt, salt=args["salt"].hex(),
-            adapter=trace.adapter_text(args["adapter"]), extra_keys=_extras(args["extra_keys"]),
-            commit=args["commit"], reserve=args["reserve"],
-        )  # fmt: skip
-
-    def _fork(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
-        parent = args["parent"]
-        tokens = parent.max_tokens if args["max_tokens"] is None else args["max_tokens"]
-        child, stream = seq.uid if seq else 0, self._stream(args["stream"])
-        return trace.Fork(seq=parent.uid, child=child, max_tokens=tokens, stream=stream)
-
-    def _dummy(self, args: dict[str, Any], seq: Sequence | None) -> trace.Call:
-        stream = self._stream(args["stream"])
-        return trace.Dummy(seq=seq.uid if seq else 0, tokens=args["length_tokens"], stream=stream)
-
-    def _step(self, args: dict[str, Any], step: Step | None) -> trace.Call:
-        seqs = [seq.uid for seq in args["batch"]]
-        each = step.count_tokens if step else np.broadcast_to(args["tokens"], len(seqs))
-        number = step.number if step else 0
-        return trace.Step(step=number, seqs=seqs, tokens=each.tolist())
-
-    def _settle(self, args: dict[str, Any], _: object) -> trace.Call:
-        taken = args["accepted"]
-        size = len(args["step"].rows)
-        accepted = None if taken is None else counts("accepted", taken, size, LARGEST).tolist()
-        return trace.Settle(step=args["step"].number, accepted=accepted)
-
-    def _commit(self, args: dict[str, Any], _: object) -> trace.Call:
-        return trace.Commit(seq=args["seq"].uid, tokens=ids("tokens", args["tokens"]).tolist())
-
-    def _stream(self, stream: Any) -> int:
-        """The number of a stream: 0 is the default one, others count up as they are first seen."""
-        for number, known in enumerate(self._streams):
-            if known is stream:
-                return number
-        self._streams.append(stream)
-        return len(self._streams) - 1
-
-
-def _extras(extras: Extras | None) -> dict[str, list[str]]:
-    found = (extras or {}).items()
-    fields = {str(at): one if isinstance(one, tuple) else (one,) for at, one in found}
-    return {at: [field.hex() for field in one] for at, one in fields.items()}
-
-
-def _leaving(args: dict[str, Any]) -> dict[str, Any]:
-    return {"seq": args["seq"].uid, "after": args["after"] is not None}
-
-
 def observe(
     kv: Manager,
     *,
@@ -318,16 +207,91 @@ def observe(
     if debug:
         kv.flight.ignored = None
         kv.replayed = Listening(kv)
-    keeper = LawKeeper(kv, asked) if debug else None
-    recorder = Recorder(kv, record) if record else None
     device: object = kv.device
-    order = OrderKeeper(kv, device) if isinstance(device, Ordered) else None
-    depth = [0]
+    watch = Watch(
+        kv,
+        OrderKeeper(kv, device) if isinstance(device, Ordered) else None,
+        Recorder(kv, record) if record else None,
+        LawKeeper(kv, asked) if debug else None,
+    )
     for name in PUBLIC:
         method = getattr(kv, name)
         if debug and name in LEAVING:
             method = _warning(method)
-        setattr(kv, name, _observed(method, name, keeper, recorder, order, depth))
+        setattr(kv, name, _observed(method, name, watch))
+
+
+class Watch:
+    """Those that look at the public calls of one manager. One that fails changes no call: it is
+    said once in the log, and that one looks no more."""
+
+    def __init__(
+        self, kv: Manager, order: OrderKeeper | None, recorder: Recorder | None,
+        laws: LawKeeper | None,
+    ) -> None:  # fmt: skip
+        self.kv = kv
+        self.order, self.recorder, self.laws = order, recorder, laws
+        kv.watches.append(self)
+        self.lost: list[str] = []
+        """What has failed, in words."""
+
+    @property
+    def looks(self) -> bool:
+        """A call that begins now is one to look at: not from inside another, nor from anybody who
+        has nothing to say here."""
+        life = self.kv.life
+        return life.state in (OPEN.code, POISONED.code) and get_ident() == life.thread
+
+    def before(self, event: str, subject: object) -> None:
+        """A call is about to begin."""
+        if self.order is not None:
+            self._ask("order", self.order.before, event, subject)
+
+    @known
+    def after(
+        self, event: str, args: tuple[Any, ...], named: dict[str, Any], names: Signature,
+        result: Any, error: KvStateError | None,
+    ) -> None:  # fmt: skip
+        """It has returned or raised. Raises LawViolation. Who looks makes no calls meanwhile."""
+        life = self.kv.life
+        if life.state == OPEN.code:
+            life.begin(event, None)
+        try:
+            found = self._ask("order", self.order.after, result) if self.order else None
+            if self.recorder is not None:
+                self._ask("recorder", self._record, event, names.bind(*args, **named), result,
+                          LawViolation([found]) if found else error)  # fmt: skip
+            if self.laws is not None:
+                self._ask("laws", self.laws.after, error)
+            if found:
+                raise LawViolation([found])
+        except BaseException as cut:
+            if not isinstance(cut, KvStateError):
+                self.cut_short()
+            raise
+        finally:
+            life.end()
+
+    def cut_short(self) -> None:
+        """A call has ended by no error of ours: what it has done is not known here."""
+        if self.laws is not None:
+            self.laws.seen = None
+
+    def _record(self, event: str, bound: BoundArguments, result: Any, error: Any) -> None:
+        assert self.recorder is not None
+        bound.apply_defaults()
+        self.recorder.after(event, bound.arguments, result, error)
+
+    def _ask(self, who: str, look: Callable[..., T], *args: Any) -> T | None:
+        try:
+            return look(*args)
+        except LawViolation:
+            raise
+        except Exception as crash:
+            setattr(self, who, None)
+            self.lost.append(f"{who}: {crash!r}")
+            log.exception("%s: nothing is looked at or written down there any more", who)
+            return None
 
 
 def _warning(leave: Callable[..., None]) -> Callable[..., None]:
@@ -343,36 +307,24 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
     return call
 
 
-def _observed(
-    method: Callable[..., Any], name: str, keeper: LawKeeper | None, recorder: Recorder | None,
-    order: OrderKeeper | None, depth: list[int],
-) -> Callable[..., Any]:  # fmt: skip
+def _observed(method: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
     names = signature(method)
 
     @wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        if depth[0]:
+        if not watch.looks:
             return method(*args, **named)
-        depth[0] += 1
-        result, error = None, None
-        if order is not None:
-            order.before(name, args[0] if args else next(iter(named.values()), None))
+        watch.before(name, args[0] if args else next(iter(named.values()), None))
         try:
             result = method(*args, **named)
-        except KvStateError as raised:
-            error = raised
-        finally:
-            depth[0] -= 1
-        if order is not None:
-            error = order.after(result, error)
-        if recorder is not None:
-            bound = names.bind(*args, **named)
-            bound.apply_defaults()
-            recorder.after(name, bound.arguments, result, error)
-        if keeper is not None:
-            keeper.after(error)
-        if error is not None:
-            raise error
+        except KvStateError as error:
+            # No variable may keep it: error, traceback and frame would keep each other.
+            watch.after(name, args, named, names, None, error)
+            raise
+        except BaseException:
+            watch.cut_short()
+            raise
+        watch.after(name, args, named, names, result, None)
         return result
 
     return call

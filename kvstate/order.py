@@ -129,9 +129,10 @@ class Order:
         """What remote agents are at: no event is behind that, and no quiesce waits for it."""
         self.steps: dict[int, list[Operation]] = {}
         """What belongs to each step that is not settled, the declared part of each stream first."""
-        self.violation: LawViolation | None = None
-        """The first pair that is not ordered. Nothing is looked at after that."""
-        self.fresh: LawViolation | None = None
+        self.violation: str | None = None
+        """The first pair that is not ordered, in words: an error would keep the frames that it came
+        through. Nothing is looked at after that."""
+        self.fresh: str | None = None
         """The same, until a call has raised it."""
         self.alarm: Callable[[str], None] = lambda _: None
         """Is told of it."""
@@ -241,9 +242,9 @@ class Order:
 
     def _report(self, finding: str) -> NoReturn:
         line = f"law {_LAW.number} ({_LAW.name}): {finding}"
-        self.violation = self.fresh = LawViolation([line])
+        self.violation = self.fresh = line
         self.alarm(line)
-        raise self.violation
+        raise LawViolation([line])
 
     # What comes after what.
 

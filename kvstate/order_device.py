@@ -29,6 +29,7 @@ from kvstate.device import (
     Stream,
     UnmapRun,
 )
+from kvstate.handles import Handle
 from kvstate.order import Agent, Clock, Names, Operation, Order, later
 from kvstate.order_memory import Pieces, pieces
 
@@ -36,7 +37,7 @@ D = TypeVar("D", bound=Device)
 
 
 @frozen(eq=False)
-class Mark:
+class Mark(Handle):
     """An event, and what it is behind."""
 
     event: Event
@@ -47,7 +48,7 @@ class Mark:
 
 
 @frozen(eq=False)
-class Remote:
+class Remote(Handle):
     """What a remote agent is at."""
 
     order: Order
@@ -58,7 +59,7 @@ class Remote:
         self.order.answered(self.op)
 
 
-class Ordered:
+class Ordered(Handle):
     """A device and the order of what it is asked to do. See `kvstate.device` for the calls.
 
     An event that was recorded elsewhere is taken to be behind all that was issued when it is used.
@@ -163,6 +164,10 @@ class Ordered:
         for stream in before:
             self.order.follow(self.agent(stream), op)
         return token
+
+    def check_event(self, event: Event) -> None:
+        """As the device."""
+        self.device.check_event(event.event if isinstance(event, Mark) else event)
 
     def record(self, stream: Stream) -> Mark:
         """As the device. The event is good for this device only."""

@@ -16,6 +16,7 @@ blocks, in the middle of whatever call is next).
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Final
 
@@ -38,9 +39,10 @@ from kvstate.events import (
     encode,
     int_hash,
 )
+from kvstate.handles import Handle
 from kvstate.index import Index
 from kvstate.keys import Adapter
-from kvstate.threads import Owner
+from kvstate.life import Life
 from kvstate.values import instance, number, one_of, whole
 
 MOST_PENDING_BLOCKS: Final = 1 << 16
@@ -129,7 +131,7 @@ class Script:
         ]
 
 
-class Publisher:
+class Publisher(Handle):
     """Makes events of what an index changes. It listens to the index, and first tells what is there
     already.
 
@@ -141,8 +143,9 @@ class Publisher:
     send them on any thread.
     """
 
-    owner: Owner | None = None
-    """The only thread that may call; None if threads are not checked."""
+    instead = "make another one with `events`"
+    life: Life | None = None
+    """Of the manager, if it is one's: who may call, and when."""
 
     def __init__(
         self, index: Index, rank: int | None = None, most_events: int | None = None, *,
@@ -231,8 +234,8 @@ class Publisher:
         return batches
 
     def _check(self, call: str) -> None:
-        if self.owner is not None:
-            self.owner.check("the events", call, "OPEN")
+        if self.life is not None:
+            self.life.look(call, sys._getframe(2))
 
 
 def _changes(event: Event) -> int:

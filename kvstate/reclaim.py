@@ -91,15 +91,13 @@ class Ladder:
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
         self.spans, self.reuse = spans, reuse
 
-    def supply(self, short: OutOfFrames) -> None:
-        """Bring into the pool what the call needs besides its own parked frames.
-
-        Raises `short` if that cannot succeed.
-        """
+    def supply(self, short: OutOfFrames) -> bool:
+        """Bring into the pool what the call needs besides its own parked frames; False, with
+        nothing done, if that cannot succeed."""
         gpu = self.gpu
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
         if short.needed > had and short.needed > had + self._double_frames():
-            raise short
+            return False
         fresh = missing(short.uses)
         if fresh > gpu.free:
             self.flight.quiesce()
@@ -111,12 +109,13 @@ class Ladder:
             self.spill_spans(fresh - gpu.free)
         wanted = missing(short.uses, short.margin)
         self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
+        return True
 
-    def addresses(self, short: OutOfFrames) -> None:
-        """Turn every range that nobody uses into free addresses, those of spans too. Raises `short`
-        if there is none."""
+    def addresses(self) -> bool:
+        """Turn every range that nobody uses into free addresses, those of spans too; False if there
+        is none."""
         if all(range_.owner is not None for range_ in self.arena.ranges.values()):
-            raise short
+            return False
         self.flight.quiesce()
         self.spill(self.gpu.budget_frames, tails=False)
         self.spill_spans(self.gpu.budget_frames, all_of_them=True)
@@ -124,6 +123,7 @@ class Ladder:
             if range_.home_of is None:
                 self._unshare(range_)
         self.arena.trim_homes()
+        return True
 
     def create(self, count: int) -> None:
         """Allocate frames into the pool."""

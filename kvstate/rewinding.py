@@ -19,6 +19,7 @@ from attrs import frozen
 from kvstate import runs
 from kvstate.admission import Admission, Match, Start
 from kvstate.blocks import Loss, Node
+from kvstate.guard import guarded
 from kvstate.plan import Cells
 from kvstate.reuse import Leaving
 from kvstate.sequence import Sequence, Transfer
@@ -44,6 +45,7 @@ class Move:
 class Rewinding(Admission):
     """The call that takes tokens back."""
 
+    @guarded
     def rewind(self, seq: Sequence, length_tokens: int) -> None:
         """Take tokens back, exactly. No step of the sequence may be in flight.
 

@@ -19,7 +19,10 @@ from kvstate.arena import Range
 from kvstate.blocks import Node
 from kvstate.device import Event, Stream
 from kvstate.errors import ArgumentError, ArgumentTypeError
+from kvstate.guard import guarded
+from kvstate.handles import Handle
 from kvstate.keys import Extras, Identity
+from kvstate.life import Life
 from kvstate.plan import Cells, Run
 from kvstate.spec.page import (
     DROPPED,
@@ -126,7 +129,7 @@ class Transfer:
         return self.seq is not None and self.seq.life == self.life
 
 
-class Sequence:
+class Sequence(Handle):
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
     __slots__ = (
@@ -134,6 +137,7 @@ class Sequence:
         "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt",
         "range", "reserves", "row", "slots", "state", "stream", "transfer", "uid",
     )  # fmt: skip
+    instead = "pass it on as it is, or `fork` it for one that goes its own way"
 
     def __init__(
         self, kv: Manager, uid: int, row: int, max_tokens: int, identity: Identity, prompt: bytes,
@@ -345,7 +349,7 @@ class Sequence:
         self.kv.close_sequence(self, after)
 
 
-class Batch:
+class Batch(Handle):
     """Sequences that are stepped together, as a mask over rows. Build one with `Manager.batch`.
 
     Keep it from step to step and change it with `add` and `remove`: what it has worked out about
@@ -353,12 +357,13 @@ class Batch:
     """
 
     __slots__ = (
-        "_counts", "_tokens", "columns", "commit_version", "mask", "members", "named", "rows",
-        "seqs", "version",
+        "_counts", "_tokens", "columns", "commit_version", "life", "mask", "members", "named",
+        "rows", "seqs", "version",
     )  # fmt: skip
+    instead = "make another one with `batch`"
 
-    def __init__(self, columns: Columns, seqs: Iterable[Sequence]) -> None:
-        self.columns = columns
+    def __init__(self, life: Life, columns: Columns, seqs: Iterable[Sequence]) -> None:
+        self.life, self.columns = life, columns
         self.members: dict[Sequence, int] = {}
         """Row by sequence, in the order of the batch."""
         self.seqs: tuple[Sequence, ...] = ()
@@ -373,7 +378,8 @@ class Batch:
         self.commit_version = -1
         """The same for committing."""
         for seq in seqs:
-            self._join(seq)
+            self._check_new(seq)
+            self.members[seq] = seq.row
         self._changed()
 
     def __str__(self) -> str:
@@ -393,21 +399,25 @@ class Batch:
     def __contains__(self, seq: object) -> bool:
         return seq in self.members
 
+    @guarded
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the batch. Raises ArgumentError if it is in it already.
         O(batch)."""
-        self._check(seq)
-        _check_thread(seq, "add")
-        self._join(seq)
+        self._check_new(seq)
+        self.life.change()
+        self.members[seq] = seq.row
         self._changed()
 
+    @guarded
     def remove(self, seq: Sequence) -> None:
         """Take a sequence out. Raises ArgumentError if it is not in it. O(batch)."""
         self._check(seq)
-        _check_thread(seq, "remove")
         if seq not in self.members:
             raise ArgumentError(f"{seq} is not in the batch")
-        del self.members[seq]
+        members = dict(self.members)
+        del members[seq]
+        self.life.change()
+        self.members = members
         self._changed()
 
     def counts(self, tokens: int | npt.ArrayLike) -> Column:
@@ -416,20 +426,21 @@ class Batch:
         if type(tokens) is int and tokens == self._tokens:
             return self._counts
         numbers = counts("tokens", tokens, len(self), self.columns.max_tokens, one=True)
-        self._counts = np.zeros_like(self.mask)
-        self._counts[self.rows] = numbers
+        found = np.zeros_like(self.mask)
+        found[self.rows] = numbers
+        self._tokens = None  # an interrupt may leave one of the two, and never both of two calls
+        self._counts = found
         self._tokens = None if numbers.ndim else int(numbers)
-        return self._counts
+        return found
 
     def _check(self, seq: Sequence) -> None:
         if type(seq) is not Sequence or seq.columns is not self.columns:
             raise foreign(seq, Sequence)
 
-    def _join(self, seq: Sequence) -> None:
+    def _check_new(self, seq: Sequence) -> None:
         self._check(seq)
         if seq in self.members:
             raise ArgumentError(f"{seq} is in the batch already")
-        self.members[seq] = seq.row
 
     def _changed(self) -> None:
         self.seqs = tuple(self.members)
@@ -451,12 +462,7 @@ def foreign(subject: object, kind: type[Sequence | Batch | Step]) -> ArgumentErr
     return ArgumentTypeError(f"{found}: {article(name)} of this manager is wanted")
 
 
-def _check_thread(seq: Sequence, call: str) -> None:
-    if seq.kv.owner is not None:
-        seq.kv.owner.check("a batch", call, seq.state_name)
-
-
-class Step:
+class Step(Handle):
     """One step of a batch: who writes how many tokens from which position. Made by
     `Manager.step`."""
 
@@ -464,6 +470,7 @@ class Step:
         "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state",
         "version",
     )  # fmt: skip
+    instead = "settle it as it is"
 
     def __init__(self, number: int, batch: Batch, counts: Column, columns: Columns) -> None:
         self.number, self.columns = number, columns

@@ -111,6 +111,8 @@ class Passage(NamedTuple):
     nodes: list[Node]
     end: int
     """Its blocks then, counted from the beginning of the prefix."""
+    pages: Cells
+    """The records of the pages of its own blocks, for then."""
 
 
 class Spans:
@@ -265,7 +267,9 @@ class Spans:
         nodes = self._rest(seq, span) if keeps else []
         if range_.home_of is None and not nodes:
             return None
-        return Passage(span, nodes, self._blocks(span.end) + len(nodes))
+        end = self._blocks(span.end) + len(nodes)
+        records = bytearray(end - self._blocks(span.first_frame))
+        return Passage(span, nodes, end, Cells(span, records))
 
     def _rest(self, seq: Sequence, span: Span) -> list[Node]:
         """The blocks of its prompt behind the span that could be in it, in whole units."""
@@ -281,14 +285,12 @@ class Spans:
         if passage is None:
             return {}
         span, cells = passage.span, passage.span.home.frames
-        own = self.passed_frames(passage)
-        blocks = passage.end - self._blocks(span.first_frame)
-        span.pages.states = bytearray(blocks)
+        own, pages = self.passed_frames(passage), passage.pages
         return {
             "frames": ((cells, own, len(cells.ids)),),
             "passing": (span,),
             "passed": ((cells, 0, own, span.frames),),
-            "pinned": ((span.pages, 0, blocks),),
+            "pinned": ((pages, 0, len(pages.states)),),
         }
 
     def shared_frames(self, range_: Range, passage: Passage | None) -> int:
@@ -304,7 +306,7 @@ class Spans:
         span = passage.span
         self._enter(span)
         span.nodes += passage.nodes
-        span.end = self._frames(passage.end)
+        span.end, span.pages = self._frames(passage.end), passage.pages
         self.registered[span.number] = span
         self.touch(span)
 

@@ -17,6 +17,7 @@ from kvstate import runs, values
 from kvstate.arena import Range
 from kvstate.core import Core
 from kvstate.errors import ArgumentError, IllegalTransition
+from kvstate.guard import guarded
 from kvstate.keys import extra_bytes
 from kvstate.plan import Cells, Plan
 from kvstate.sequence import Batch, Column, Sequence, Step
@@ -36,8 +37,14 @@ class Stepping(Core):
     def batch(self, seqs: Iterable[Sequence]) -> Batch:
         """Sequences to step together, in an order and each once. Building it costs O(batch);
         stepping it does not."""
-        return Batch(self.columns, values.in_order("seqs", seqs))
+        # What makes them may be calls, so it runs before this one.
+        return self._batch(tuple(values.in_order("seqs", seqs)))
 
+    @guarded
+    def _batch(self, seqs: tuple[Sequence, ...]) -> Batch:
+        return Batch(self.life, self.columns, seqs)
+
+    @guarded
     def step(self, batch: Batch, tokens: int | npt.ArrayLike = 1) -> Step:
         """Issue a step: room and positions for the next tokens of every sequence of the batch.
 
@@ -58,6 +65,7 @@ class Stepping(Core):
         if wanted:
             self._grow(wanted, f"a step of {len(batch)} sequences", batch)
             ends = columns.scheduled + counts
+        self.life.change()
         self._stepped += 1
         step = Step(self._stepped, batch, counts, columns)
         columns.scheduled = ends
@@ -91,6 +99,7 @@ class Stepping(Core):
         of many would soon make one for itself."""
         return [(seq, seq.range.used) for seq in seqs if seq.range is not None]
 
+    @guarded
     def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
         """A step is done on the device: its accepted tokens are really there.
 
@@ -120,20 +129,24 @@ class Stepping(Core):
     def _plan_settle(self, step: Step, taken: Column) -> tuple[Plan, Column, tuple[Sequence, ...]]:
         """The careful way: some sequence changed since the step, or rejects tokens."""
         self._legal(_SETTLE, step)
+        for seq in self._members(step):
+            self._check_order(step, seq)
         if self.flight.loads and any(seq.loading for seq in step.seqs):
             self.flight.poll()
             if any(seq.loading for seq in step.seqs):
                 self.flight.quiesce()
-        live = self.columns.life == step.life
-        members = [seq for seq in step.seqs if live[seq.row]]
-        for seq in members:
-            self._check_order(step, seq)
+        live, members = self.columns.life == step.life, self._members(step)
         plan = self.flight.plan()
         leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
         plan.operands = {"members": members, "leavers": leavers}
         plan.move(_SETTLE, step)
         void = tuple(seq for seq in step.seqs if not live[seq.row])
         return plan, np.where(live, taken, 0), void
+
+    def _members(self, step: Step) -> list[Sequence]:
+        """Those whose bytes still live the life that the step was issued in."""
+        live = self.columns.life == step.life
+        return [seq for seq in step.seqs if live[seq.row]]
 
     def _accepted(self, step: Step, accepted: npt.ArrayLike) -> Column:
         """What is accepted, as a column. Raises ArgumentError for more than was issued."""
@@ -161,6 +174,7 @@ class Stepping(Core):
                     if later.number > step.number and later.names(seq):
                         later.void(seq.row)
 
+    @guarded
     def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
         """Name the ids of the next written tokens; blocks that are full become read-only.
 
@@ -193,6 +207,7 @@ class Stepping(Core):
         naming = self.reuse.naming(seq, keys)
         plan.operands = naming.operands
         plan.move(_COMMIT, seq)
+        self.life.change()
         seq.keys += keys
         self.reuse.named(seq, naming)
 
@@ -201,6 +216,7 @@ class Stepping(Core):
         extra = seq.extras.get(block)
         return b"" if extra is None else extra_bytes(extra)
 
+    @guarded
     def commit_each(self, batch: Batch, tokens: npt.ArrayLike) -> None:
         """Commit one token of every sequence of the batch: what `commit` does for one, for all.
 
@@ -220,6 +236,7 @@ class Stepping(Core):
         if np.count_nonzero(places >= columns.settled[rows]):
             self._refuse_commit(batch)
         full = np.flatnonzero((places + 1) % block == 0).tolist()
+        self.life.change()
         columns.open_block[rows, places % block] = ids
         columns.known += batch.mask
         plan = self.flight.plan()
@@ -241,6 +258,7 @@ class Stepping(Core):
             known = seq.committed_tokens
             self._check_length(seq, "commit", known, known + 1, seq.length_tokens)
 
+    @guarded
     def stop_committing(self, seq: Sequence) -> None:
         """From here on the sequence's blocks stay writable and private."""
         self._enter(seq)

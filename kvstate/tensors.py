@@ -13,6 +13,7 @@ loses the error (SystemError), or runs when the interpreter is gone.
 from __future__ import annotations
 
 import ctypes
+import sys
 from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
 from weakref import ref
 
@@ -30,6 +31,7 @@ from kvstate.errors import (
     IllegalTransition,
     NotCopied,
 )
+from kvstate.handles import Handle
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
 from kvstate.values import described, flag, whole
 
@@ -116,7 +118,7 @@ class Stay(NamedTuple):
 
 
 @frozen(eq=False)
-class TensorView:
+class TensorView(Handle):
     """K or V of one layer of a sequence, as a strided tensor [tokens, kv_heads, head_dim].
 
     Made by `Manager.tensors`; torch, CuPy and numpy take it without a copy, through DLPack,
@@ -237,9 +239,7 @@ class TensorView:
         return self._interface()
 
     def _check_alive(self) -> None:
-        owner = self.seq.kv.owner
-        if owner is not None:
-            owner.check(self, "export", self.seq.state_name)
+        self.seq.kv.life.look("export", sys._getframe(1))
         ended = self.ended
         if ended is not None:
             raise DeadView(str(self), ended)

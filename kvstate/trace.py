@@ -216,8 +216,8 @@ class Trim(Call, frozen=True, kw_only=True):
 
 
 class Refused(Call, frozen=True, kw_only=True):
-    """A call of that name that was refused for its arguments, which may be anything: they are only
-    told. A replay passes over it."""
+    """A call of that name that was refused, and cannot be made again from a trace: what it was
+    given may be anything, and is only told. A replay passes over it."""
 
     name: str
     arguments: dict[str, str] = {}

@@ -76,4 +76,5 @@ def open_manager() -> Iterator[Open]:
     yield open_one
     for kv in opened:
         kv.close()
+        assert not any(watch.lost for watch in kv.watches), "what looks has failed itself"
         assert kv.device.ledger().empty

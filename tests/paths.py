@@ -146,7 +146,7 @@ ROWS: dict[str, tuple[str, Row]] = {
     for row in table.rows
     if table is not MANAGER
 }
-"""Those that calls of a program fire. The manager's own are in test_faults.py."""
+"""Those that calls of a program fire. The manager's own are in test_guard.py."""
 
 
 @frozen

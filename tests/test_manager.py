@@ -675,7 +675,7 @@ def test_closing_gives_everything_back_twice(caplog: pytest.LogCaptureFixture) -
     assert device.ledger().empty
     assert "closing with 2 sequences open" in caplog.text
     kv.close()
-    with pytest.raises(IllegalTransition, match="the manager: call is illegal in state CLOSED"):
+    with pytest.raises(IllegalTransition, match="the manager: settle is illegal in state CLOSED"):
         kv.settle(step)
 
 

@@ -114,7 +114,7 @@ def test_the_first_pair_is_kept_and_nothing_is_looked_at_after_it() -> None:
     with pytest.raises(LawViolation) as found:
         launch(order, other, writes=(1,))
     launch(order, other, writes=(1,))
-    assert (order.violation, told) == (found.value, found.value.violations)
+    assert ([order.violation], told) == (found.value.violations, found.value.violations)
 
 
 def test_an_event_is_behind_what_was_launched_when_it_was_recorded() -> None:

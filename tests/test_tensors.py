@@ -209,7 +209,7 @@ def test_refusals_say_what_to_do(open_layers: OpenLayers) -> None:
     with pytest.raises(IllegalTransition, match="state SUSPENDED: it has no GPU memory"):
         kv.tensors(seq, 0)
     kv.close()
-    with pytest.raises(IllegalTransition, match="the manager: call is illegal in state CLOSED"):
+    with pytest.raises(IllegalTransition, match="the manager: tensors is illegal in state CLOSED"):
         kv.tensors(seq, 0)
 
 

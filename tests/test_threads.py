@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import count
 from typing import Any
@@ -19,8 +19,7 @@ from kvstate.errors import IllegalTransition
 from kvstate.events import encode
 from kvstate.gpu import HostDevice
 from kvstate.tensors import tensors_held
-from kvstate.threads import own
-from tests.conftest import Open, small
+from tests.conftest import small
 from tests.interleave import Job, interleave, interleavings
 
 IDS = [3, 1, 4, 1, 5, 9, 2, 6]
@@ -93,9 +92,10 @@ def running(kv: Manager) -> tuple[Manager, Any, Any, Any]:
     return kv, seq, batch, (events, kv.tensors(seq, 0)[0])
 
 
-@pytest.fixture
-def there(open_manager: Open) -> tuple[Manager, Any, Any, Any]:
-    return running(open_manager())
+@pytest.fixture(params=[False, True], ids=["plain", "debug"])
+def there(request: pytest.FixtureRequest) -> Iterator[tuple[Manager, Any, Any, Any]]:
+    with Manager(small(), HostDevice(), debug=request.param) as kv:
+        yield running(kv)
 
 
 def test_every_public_call_is_tried() -> None:
@@ -123,18 +123,12 @@ def test_a_call_from_another_thread_is_refused_by_name(
     kv.poll()
 
 
-def test_without_debug_nobody_looks() -> None:
-    with Manager(small(), HostDevice()) as kv:
-        assert elsewhere(lambda: kv.create(max_tokens=4)) is None
-
-
 def test_it_belongs_to_whoever_made_it() -> None:
     made: list[Manager] = []
-    assert elsewhere(lambda: made.append(Manager(small(), HostDevice(), debug=True))) is None
+    assert elsewhere(lambda: made.append(Manager(small(), HostDevice()))) is None
     with pytest.raises(IllegalTransition, match="belongs to thread 'scheduler', and 'MainThread'"):
         made[0].poll()
-    assert made[0].owner is not None
-    made[0].owner.thread = threading.current_thread()
+    made[0].life.own()
     made[0].close()
 
 
@@ -175,7 +169,6 @@ def test_a_call_in_the_middle_of_another_is_refused_at_every_point() -> None:
 
     def step() -> int:
         kv = Manager(small(), HostDevice())
-        own(kv)
         made[:] = [kv.create(IDS, 16)]
         made[0].resume()
         kv.step(kv.batch(made), 5)
@@ -229,6 +222,7 @@ def test_drained_events_may_be_encoded_on_any_thread() -> None:
             before = encode(batch)
 
             def goes_on() -> None:
+                kv.life.own()
                 seq.commit(IDS[2:4])
                 events.drain()
 
@@ -236,6 +230,7 @@ def test_drained_events_may_be_encoded_on_any_thread() -> None:
 
         for run in interleavings(make, ("kvstate/events.py", "kvstate/publisher.py")):
             assert (run.errors, run.results[1]) == ({}, True)
+            kv.life.own()
             next(iter(kv.sequences.values())).close()
             events.drain()
 

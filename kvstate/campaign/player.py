@@ -169,6 +169,8 @@ class Player:
                 raise Broken(LOST, self.device.lost)
 
     def _apply(self, call: trace.AnyCall) -> trace.AnyCall:
+        if isinstance(call, trace.Refused):
+            return call
         self._lost, self.last = False, getattr(call, "seq", None)
         self.rewound = isinstance(call, trace.Rewind)
         if self.last in self.seqs:
@@ -235,10 +237,9 @@ class Player:
 
     def abandon(self) -> None:
         """Give everything back without any check: something is broken already."""
-        if not self.kv.closed:
-            self.kv.life.close()
+        self.kv.life.poison("it was abandoned")
         self.device.wake()
-        self.device.close()
+        self.kv.close()
 
     def alike(self) -> list[int]:
         """Other sequences of the last one's tenant that begin with the same block."""
@@ -500,6 +501,9 @@ class Player:
 
     def _after(self, call: trace.AnyCall) -> None:
         """Everything that must hold after any call."""
+        for watch in self.kv.watches:
+            if watch.lost:
+                raise Broken("look", "; ".join(watch.lost))
         self._check_faults()
         if self.kv.actor.fault is not None or Look.BYTES not in self.look:
             return

@@ -211,8 +211,11 @@ FAILURES: Final = (
         fault=Fault(
             "a manager does without the host memory that it was told to have",
             "kvstate/core.py",
-            "            self.device.unreserve(base)\n            raise\n",
-            "            self.host.address = 0\n",
+            "            self.host.address = self.device.host_reserve(size_bytes)\n",
+            "            try:\n"
+            "                self.host.address = self.device.host_reserve(size_bytes)\n"
+            "            except Exception:\n"
+            "                self.host.address = 0\n",
             "S24",
         ),
         run=_no_host_memory,
@@ -224,9 +227,9 @@ FAILURES: Final = (
         fault=Fault(
             "a poisoned manager goes on",
             "spec/manager.py",
-            '        Row("poison", OPEN, POISONED, "a device',
-            '        Row("call", POISONED, POISONED, "it goes on"),\n'
-            '        Row("poison", OPEN, POISONED, "a device',
+            '        Row("call", OPEN, CALLING, "a public call begins"),\n',
+            '        Row("call", OPEN, CALLING, "a public call begins"),\n'
+            '        Row("call", POISONED, CALLING, "it goes on"),\n',
             "S20",
         ),
         config=config(),

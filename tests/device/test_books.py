@@ -23,7 +23,7 @@ from hypothesis.stateful import (
 )
 
 from kvstate.device import CALLS, CopyRun, Direction, FillRun, MapRun, UnmapRun
-from kvstate.errors import ArgumentError, ConfigError, DeviceError
+from kvstate.errors import ArgumentError, ConfigError, DeviceError, IllegalTransition
 from kvstate.gpu import KINDS, open_device, why_no_cuda
 from kvstate.gpu.streams import MODES
 from tests.device.factories import (
@@ -324,6 +324,32 @@ def test_events_and_streams_of_another_device_are_refused(any_rig: Rig) -> None:
 
 
 # The end.
+
+
+def test_what_is_no_event_is_known_before_it_is_used(any_rig: Rig) -> None:
+    calls = dict(any_rig.device.calls)
+    with opened(any_rig.factory) as other:
+        for wrong in (object(), "event", None, any_rig.device, other.device.record(None)):
+            with pytest.raises(DeviceError, match="event"):
+                any_rig.device.check_event(wrong)
+    assert dict(any_rig.device.calls) == calls, "to check one asks nothing of the device"
+    any_rig.device.check_event(any_rig.device.record(None))
+
+
+def test_a_device_has_one_manager_for_good(any_rig: Rig) -> None:
+    first, second = object(), object()
+    any_rig.device.attach(first)
+    for mark in (first, second):
+        with pytest.raises(IllegalTransition, match="it has a manager, and can have only one"):
+            any_rig.device.attach(mark)
+    any_rig.device.detach(second)
+    with pytest.raises(IllegalTransition, match="open another device"):
+        any_rig.device.attach(second)
+    any_rig.device.detach(first)
+    any_rig.device.attach(second)
+    any_rig.device.close()
+    with pytest.raises(IllegalTransition, match="it was closed; open another device"):
+        any_rig.device.attach(first)
 
 
 def test_everything_can_be_given_back_in_order(any_rig: Rig) -> None:

@@ -100,8 +100,7 @@ CARD_FAULTS = (
     CardFault(
         "frames of a failed create are kept",
         "gpu/cuda.py",
-        '                undo.append(partial(self._do, "freeing", self.api.cuMemRelease, '
-        "made[-1]))\n",
+        "                undo.append(partial(self._free, name))\n",
         "",
         "B121",
         test=f"{CUDA_TESTS}::test_more_frames_than_there_is_memory_are_none",

@@ -1,0 +1,211 @@
+"""The standard scenarios, played call by call on a manager and nothing else.
+
+No checks between the calls, and no handles: those are looked up in the manager's own books, so that
+a result that was lost on its way out of a call is found again. `tests/interrupts.py` cuts calls
+short.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+
+from kvstate import Manager, trace
+from kvstate.gpu import open_device
+from kvstate.pattern import rows
+from kvstate.sequence import Sequence
+from kvstate.spec.sequence import ACTIVE
+from tests.corpus.case import config, grew, opened
+from tests.faults.scenarios import IDS, SCENARIOS, Scenario
+
+KEY: Final = 77
+"""Of the bytes that steps write; their position makes them differ."""
+
+
+class Run:
+    """A scenario on a device, as far as it was played."""
+
+    def __init__(self, scenario: Scenario, kind: str) -> None:
+        self.device = open_device(kind)
+        header = scenario.header(max(4096, self.device.granularity_bytes), "eager")
+        self.config, self.calls = header.config, calls_of(scenario)
+        self.opened: Manager | None = None
+        self.made = 0
+
+    @property
+    def kv(self) -> Manager:
+        assert self.opened is not None
+        return self.opened
+
+    def open(self) -> None:
+        self.opened = Manager(self.config, self.device)
+
+    def seq(self, uid: int) -> Sequence:
+        return self.kv.sequences[uid]
+
+    def wrote(self) -> None:
+        """The engine's part of the steps in flight: it writes their tokens at once."""
+        if self.device.memory is None:
+            return
+        row = self.kv.geometry.row_bytes
+        for step in self.kv.flight.steps.values():
+            for seq, start, count in zip(
+                step.seqs, step.start_tokens.tolist(), step.count_tokens.tolist(), strict=True
+            ):
+                if count and seq.base is not None and start >= seq.length_tokens:
+                    data = rows(KEY, start, count, row).tobytes()
+                    self.device.poke(seq.base + start * row, data)
+
+    def fingerprint(self) -> tuple[object, ...]:
+        """What two runs of one scenario have in common, bytes and all."""
+        kv = self.kv
+        seqs = [
+            (s.uid, s.state_name, s.length_tokens, s.scheduled_tokens, s.committed_tokens,
+             s.capacity_tokens, s.held_tokens, bytes(s.pages.states), self._bytes(s))
+            for s in kv.sequences.values()
+        ]  # fmt: skip
+        blocks = [(node.ordinal, node.key, node.slot is None) for node in kv.reuse.index]
+        flight = sorted(kv.flight.transfers), sorted(kv.flight.steps)
+        return seqs, list(kv.gpu.counts), list(kv.host.counts), len(kv.arena.ranges), blocks, flight
+
+    def _bytes(self, seq: Sequence) -> int:
+        if self.device.memory is None or seq.state != ACTIVE.code or not seq.length_tokens:
+            return 0
+        size = seq.length_tokens * self.kv.geometry.row_bytes
+        return hash(self.device.peek(seq.base or 0, size))
+
+
+Call = tuple[str, Callable[[Run], object]]
+NAMES: Final = {
+    "close": "close_sequence", "clear": "clear_reuse", "stop": "stop_committing",
+    "commiteach": "commit_each",
+}  # fmt: skip
+"""Of calls that a trace calls otherwise."""
+PLAYED: Final = (
+    *SCENARIOS,
+    Scenario(
+        "tokens that are named one by one",
+        config(frames=8, write_through="on_commit"),
+        (
+            *opened(1), *opened(2), trace.Step(step=3, seqs=[1, 2], tokens=[4, 4]),
+            trace.Settle(step=3, accepted=[4, 3]),
+            *(trace.CommitEach(seqs=[1, 2], tokens=[at, at]) for at in range(3)),
+            trace.Poll(), trace.Stop(seq=2), *grew(1, 1), trace.Poll(), trace.Close(seq=1),
+        ),
+    ),
+)  # fmt: skip
+"""Between them they make every public call."""
+
+
+def calls_of(scenario: Scenario) -> list[Call]:
+    """The calls of a scenario: to open, those of its program, some that only look, and to close."""
+    names: dict[int, int] = {}
+    steps: dict[int, int] = {}
+    kinds = [type(one).__name__.lower() for one in scenario.program]
+    calls = [_call(one, names, steps) for one in scenario.program]
+    played = [(NAMES.get(kind, kind), call) for kind, call in zip(kinds, calls, strict=True)]
+    return [("open", Run.open), *played, *LOOKS, ("end", lambda run: run.kv.close())]
+
+
+def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
+    """The call, by the numbers that the manager gives: they count up."""
+    if isinstance(call, trace.Create):
+        names[call.seq] = len(names) + 1
+        return lambda run: run.kv.create(call.prompt, call.max_tokens, commit=call.commit)
+    if isinstance(call, trace.Dummy):
+        names[call.seq] = len(names) + 1
+        return lambda run: run.kv.dummy(call.tokens)
+    if isinstance(call, trace.Fork):
+        parent, names[call.child] = names[call.seq], len(names) + 1
+        return lambda run: run.seq(parent).fork(call.max_tokens)
+    if isinstance(call, trace.Step):
+        members = [names[name] for name in call.seqs]
+        steps[call.step] = steps.get(0, 0) + 1
+        steps[0] = steps[call.step]
+        return lambda run: run.kv.step(run.kv.batch(map(run.seq, members)), call.tokens)
+    if isinstance(call, trace.Settle):
+        number = steps[call.step]
+        return lambda run: run.kv.settle(run.kv.flight.steps[number], call.accepted)
+    if isinstance(call, trace.CommitEach):
+        members = [names[name] for name in call.seqs]
+        return lambda run: run.kv.commit_each(run.kv.batch(map(run.seq, members)), call.tokens)
+    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
+        name = {trace.Poll: "poll", trace.Clear: "clear_reuse", trace.Trim: "trim"}[type(call)]
+        keep = (call.keep,) if isinstance(call, trace.Trim) else ()
+        return lambda run: getattr(run.kv, name)(*keep)
+    uid = names[call.seq]
+    if isinstance(call, trace.Suspend | trace.Drop | trace.Close):
+        name = type(call).__name__.lower()
+        after = call.after
+
+        def leave(run: Run) -> object:
+            event = run.device.record(None) if after else None
+            return getattr(run.seq(uid), name)(event)
+
+        return leave
+    makers: dict[Any, Callable[[Run], object]] = {
+        trace.Resume: lambda run: run.seq(uid).resume(),
+        trace.Resize: lambda run: run.seq(uid).resize(call.tokens),
+        trace.Rewind: lambda run: run.seq(uid).rewind(call.tokens),
+        trace.Commit: lambda run: run.seq(uid).commit(call.tokens),
+        trace.Stop: lambda run: run.seq(uid).stop_committing(),
+    }
+    return makers[type(call)]
+
+
+def _drained(run: Run) -> object:
+    publisher = run.kv.events()
+    drained = publisher.drain()
+    publisher.close()
+    return drained
+
+
+def _changed(run: Run) -> object:
+    """A batch that changes."""
+    batch = run.kv.batch(())
+    for seq in run.kv.sequences.values():
+        batch.add(seq)
+    for seq in tuple(batch):
+        batch.remove(seq)
+    return batch
+
+
+def _viewed(run: Run) -> object:
+    """Views of whoever has memory, if the device has any."""
+    running = [seq for seq in run.kv.sequences.values() if seq.base is not None]
+    views = [run.kv.tensors(seq, 0)[0] for seq in running if run.device.memory is not None]
+    return [np.asarray(view) for view in views]
+
+
+LOOKS: Final[tuple[Call, ...]] = (
+    ("probe_reuse", lambda run: run.kv.probe_reuse(IDS)),
+    ("admits", lambda run: run.kv.admits(4)),
+    ("fits", lambda run: run.kv.fits(4)),
+    ("largest_max_tokens", lambda run: run.kv.largest_max_tokens(2)),
+    ("stats", lambda run: run.kv.stats()),
+    ("tensors", _viewed),
+    ("events", _drained),
+    ("batch", _changed),
+)
+"""Calls that no trace has."""
+
+
+def left() -> Counter[str]:
+    """What of devices the process has: mappings by kind, and files."""
+    found = Counter[str]()
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        _, access, *_, name = (line + " -").split()[:6] if line.count(" ") < 6 else line.split()[:6]
+        if "kvstate-frames" in line:
+            found["mapped frames"] += 1
+        elif access == "---p" and name == "-":
+            found["reservations"] += 1
+    for file in Path("/proc/self/fd").iterdir():
+        try:
+            found["files of frames"] += "kvstate-frames" in str(file.readlink())
+        except OSError:
+            continue
+    return found

@@ -1,0 +1,76 @@
+"""A few of the lines at which a call can be cut short, and a few signals.
+
+All lines are played by `python -m tests.interrupts`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Final
+
+import pytest
+
+from kvstate import Manager
+from tests.faults.cut import CUT_FAULTS, CutFault
+from tests.faults.scenarios import Scenario
+from tests.interrupts import ERRORS, FINALISER, play_all
+from tests.runs import PLAYED, calls_of
+from tests.test_planted import patched
+
+ROOT: Final = Path(__file__).parent.parent
+EVERY: Final = {
+    "KeyboardInterrupt": 499,
+    "MemoryError": 997,
+    "RecursionError": 1499,
+    FINALISER: 997,
+}
+"""Of the lines of each scenario, every so many are played here."""
+SIGNALS: Final = 40
+
+
+def test_every_public_call_is_played() -> None:
+    public = {name for name in dir(Manager) if not name.startswith("_")}
+    calls = {name for name in public if callable(getattr(Manager, name))}
+    played = {name for scenario in PLAYED for name, _ in calls_of(scenario)}
+    assert calls - {"close"} == played - {"open", "end"}
+
+
+@pytest.mark.parametrize("what", EVERY)
+@pytest.mark.parametrize("kind", ["host", "null"])
+@pytest.mark.parametrize("scenario", PLAYED, ids=lambda one: one.name)
+def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> None:
+    first = PLAYED.index(scenario) * 17 % EVERY[what]
+    tally = play_all(scenario, kind, what, EVERY[what], first)
+    assert tally.problems == []
+    assert tally.lines > 3
+    wanted = {"intact", "poisoned", "closing", "intact, and done"} if what in ERRORS else None
+    assert wanted is None or tally.outcomes.keys() <= wanted
+
+
+@pytest.mark.parametrize("fault", CUT_FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_of_the_guard_is_found(fault: CutFault, tmp_path: Path) -> None:
+    patched(fault, tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.interrupts", "--device", fault.device, "--what", fault.what,
+         "--scenario", fault.scenario, "--call", fault.call, "--workers", "1"],
+        cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, text=True,
+        capture_output=True, check=False,
+    )  # fmt: skip
+    assert done.returncode == 1, done.stderr
+    assert f"{fault.wrong}:" in done.stdout
+
+
+def test_signals_in_an_ordinary_loop() -> None:
+    """Whenever they come."""
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.signals", str(SIGNALS), "1"], cwd=ROOT, text=True,
+        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=True,
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    assert found["wrong"] == []
+    hit = found["outcomes"].pop("in a finaliser, where it is lost", 0)
+    assert sum(found["outcomes"].values()) == SIGNALS, f"{hit} are counted as not hit too"
