@@ -214,7 +214,7 @@ WRONG: Final[dict[str, Callable[[Manager, Any], Any]]] = {
     "resume stream": lambda kv, seq: kv.create().resume("no stream"),
     "suspend event": lambda kv, seq: seq.suspend("no event"),
     "settle accepted": lambda kv, seq: kv.settle(kv.step(kv.batch([seq])), ["many"]),
-    "another's": lambda kv, seq: kv.resume(_other()),
+    "another's": lambda kv, seq: kv.stop_committing(_other()),
     "resize": lambda kv, seq: seq.resize(-1),
     "step": lambda kv, seq: kv.step(kv.batch([seq]), [1, 2, 3]),
 }
@@ -222,9 +222,11 @@ _OTHERS: Final[list[Manager]] = []
 
 
 def _other() -> Sequence:
+    """The first of another manager, which has the number of our own first."""
     if not _OTHERS:
         _OTHERS.append(Manager(small(), HostDevice()))
-    return _OTHERS[0].create()
+        _OTHERS[0].create()
+    return _OTHERS[0].sequences[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +256,7 @@ def test_the_recorder_changes_no_outcome_and_writes_what_was_refused(
         told = calls[-1]
         assert told.error == came[0][0].__name__
         if isinstance(told, trace.Refused):
-            assert told.name == name.split()[0].replace("another's", "resume")
+            assert told.name == name.split()[0].replace("another's", "stop_committing")
     play(header, calls, lambda streams, seed: HostDevice(streams=streams, seed=seed))
 
 
@@ -324,6 +326,7 @@ def test_what_is_no_stream_is_refused_first(name: str, open_manager: Open) -> No
         "resume": lambda: fresh.resume("no stream"),
     }
     unchanged(kv, calls[name], DeviceError)
+    assert kv.create().uid == fresh.uid + 1, "none was made and given up again"
 
 
 def test_a_step_that_is_refused_has_copied_nothing_out(open_manager: Open) -> None:
