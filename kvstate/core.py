@@ -10,13 +10,20 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range, margin_for, missing
 from kvstate.config import Config, Geometry
-from kvstate.device import Device
-from kvstate.errors import ArgumentError, CapacityError, HostExhausted, OutOfFrames
+from kvstate.device import Device, Event
+from kvstate.errors import (
+    ArgumentError,
+    CapacityError,
+    DeviceError,
+    HostExhausted,
+    OutOfFrames,
+)
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.life import Life
@@ -27,6 +34,7 @@ from kvstate.reuse import Reuse
 from kvstate.sequence import Batch, Columns, Sequence, Step, foreign
 from kvstate.spans import Spans
 from kvstate.spec.compiled import ObjectEvent
+from kvstate.spec.facts import Ledger
 from kvstate.tiers import FrameBudget, HostSlots
 
 log = logging.getLogger("kvstate")
@@ -88,6 +96,12 @@ class Core:
         if not made:
             raise foreign(subject, kind)
         self.flight.call += 1
+
+    def _check_event(self, after: Event) -> None:
+        """Refuse what is no event of the device before anything else, whether it is used or
+        not."""
+        if after is not None:
+            self.device.check_event(after)
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:
         """Refuse an illegal event before anything is looked up, waited for or reclaimed."""
@@ -207,3 +221,17 @@ class Core:
         seq.row = columns.rows
         columns.free.append(row)
         del self.sequences[seq.uid]
+
+
+def hand_back(device: Device, before: Ledger, mark: object) -> None:
+    """A manager could not be opened: the device has what it had, and may have another one. What it
+    will not take back now it gives back when it is closed."""
+    now = device.ledger()
+    for give, there, old in (
+        (device.unreserve, now.reservations, before.reservations),
+        (device.host_unreserve, now.host, before.host),
+    ):
+        for address in there.keys() - old.keys():
+            with suppress(DeviceError):
+                give(address)
+    device.detach(mark)

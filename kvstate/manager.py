@@ -17,13 +17,13 @@ import logging
 import warnings
 from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
-from contextlib import suppress
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
 
 from kvstate import runs
 from kvstate.blocks import Loss, Node
 from kvstate.config import Config
+from kvstate.core import hand_back
 from kvstate.device import CALLS, Completion, Device, Event, Stream
 from kvstate.errors import DeviceError, DeviceFault, HostExhausted, KvStateError
 from kvstate.events import Format, Hashes
@@ -38,7 +38,6 @@ from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
-from kvstate.spec.facts import Ledger
 from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
@@ -110,7 +109,7 @@ class Manager(Rewinding, Handle):
                 observe(self, debug=debug, record=record)
         except BaseException:
             vars(self).pop("life", None)  # it was never opened
-            _hand_back(device, before, mark)
+            hand_back(device, before, mark)
             raise
 
     @guarded
@@ -405,12 +404,6 @@ class Manager(Rewinding, Handle):
         }
         return slots
 
-    def _check_event(self, after: Event) -> None:
-        """Refuse what is no event of the device before anything else, whether it is used or
-        not."""
-        if after is not None:
-            self.device.check_event(after)
-
     def _fence(self, seq: Sequence, after: Event) -> None:
         """Let the caller's event hold the range that the sequence is about to leave."""
         if after is not None and seq.range is not None:
@@ -530,17 +523,3 @@ class Manager(Rewinding, Handle):
         life = getattr(self, "life", None)
         if life is not None and not life.over:
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
-
-
-def _hand_back(device: Device, before: Ledger, mark: object) -> None:
-    """A manager could not be opened: the device has what it had, and may have another one. What it
-    will not take back now it gives back when it is closed."""
-    now = device.ledger()
-    for give, there, old in (
-        (device.unreserve, now.reservations, before.reservations),
-        (device.host_unreserve, now.host, before.host),
-    ):
-        for address in there.keys() - old.keys():
-            with suppress(DeviceError):
-                give(address)
-    device.detach(mark)

@@ -39,6 +39,8 @@ ID_HIGH: Final = (1 << 31) - 1
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _UNORDERED: Final = (set, frozenset, Mapping)
 _INTS: Final = list[int]
+_NOBODYS: Final = (MemoryError, RecursionError)
+"""No value's fault: the call is cut short."""
 
 _short: Final = Repr()
 _short.maxstring = _short.maxother = _short.maxlong = 60
@@ -52,6 +54,8 @@ def plain(value: T) -> T:
             found = found.item()
         elif getattr(value, "shape", None) == ():
             found = _numpy(value).item()
+    except _NOBODYS:
+        raise
     except Exception:  # an object of somebody else's, whose own code says no
         return value
     return found  # type: ignore[no-any-return]
@@ -173,6 +177,8 @@ def shown(value: object) -> str:
     """A value for a message: short, on one line, whatever it is."""
     try:
         return " ".join(_short.repr(plain(value)).split())
+    except _NOBODYS:
+        raise
     except Exception:  # of somebody else's code, or an int of thousands of digits
         return "what cannot be shown"
 
@@ -231,6 +237,8 @@ def _items(
         return np.array(msgspec.convert(items, _INTS), np.int64)
     except (msgspec.ValidationError, OverflowError):
         pass
+    except _NOBODYS:
+        raise
     except Exception as error:  # a sequence of somebody else's, whose own code says no
         raise ArgumentTypeError(f"{name} is {described(value)}: {error}") from error
     if len(items) == 1 and not inner and _is_row(items[0]):
@@ -244,6 +252,8 @@ def _is_row(value: object) -> bool:
         return not issubclass(type(value), _TEXTS)
     try:
         return _numpy(value).ndim > 0
+    except _NOBODYS:
+        raise
     except Exception:  # not what numpy knows
         return False
 
@@ -251,6 +261,8 @@ def _is_row(value: object) -> bool:
 def _array(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         return _numpy(value)
+    except _NOBODYS:
+        raise
     except Exception as error:  # numpy's, or of somebody else's code
         raise ArgumentTypeError(f"{name} is {described(value)}: {error}") from error
 

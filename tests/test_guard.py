@@ -224,7 +224,8 @@ def test_a_listener_is_refused(open_manager: Open) -> None:
         stored = removed = cleared = caller
 
     seq = written(kv)
-    kv.reuse.index.listen(Listener())
+    listener = Listener()
+    kv.reuse.index.listen(listener)
     seq.commit(IDS)
     caller.refused("poll", f"commit of {seq}")
     assert seq.committed_tokens == 6

@@ -19,7 +19,7 @@ import pytest
 from kvstate import Manager, Sequence, trace
 from kvstate.campaign.fuzz import play
 from kvstate.errors import (
-    ConfigError,
+    ArgumentError,
     DeviceError,
     HostExhausted,
     IllegalTransition,
@@ -54,8 +54,8 @@ CAPACITY: Final[dict[str, tuple[type[KvStateError], Callable[[Manager, Any], Any
     "fork": (OutOfFrames, lambda kv, seq: next(iter(kv.sequences.values())).fork()),
     "create": (OutOfRows, lambda kv, seq: [kv.create() for _ in range(9)]),
     "suspend": (HostExhausted, lambda kv, seq: next(iter(kv.sequences.values())).suspend()),
-    "illegal": (IllegalTransition, lambda kv, seq: seq.rewind(99)),
-    "config": (ConfigError, lambda kv, seq: kv.create(["x"])),
+    "illegal": (IllegalTransition, lambda kv, seq: seq.resume()),
+    "argument": (ArgumentError, lambda kv, seq: kv.create(["x"])),
     "device": (DeviceError, lambda kv, seq: kv.resume(kv.create(), "no stream")),
 }
 
@@ -199,7 +199,8 @@ def test_a_listener_that_fails_changes_no_result(
         removed = cleared = stored
 
     seq, router = written(kv), kv.events()
-    kv.reuse.index.listen(Broken())
+    broken = Broken()
+    kv.reuse.index.listen(broken)
     seq.commit(IDS)
     kv.clear_reuse()
     assert seq.committed_tokens == 6
@@ -214,7 +215,7 @@ WRONG: Final[dict[str, Callable[[Manager, Any], Any]]] = {
     "resume stream": lambda kv, seq: kv.create().resume("no stream"),
     "suspend event": lambda kv, seq: seq.suspend("no event"),
     "settle accepted": lambda kv, seq: kv.settle(kv.step(kv.batch([seq])), ["many"]),
-    "another's": lambda kv, seq: kv.resume(_other()),
+    "another's": lambda kv, seq: kv.stop_committing(_other()),
     "resize": lambda kv, seq: seq.resize(-1),
     "step": lambda kv, seq: kv.step(kv.batch([seq]), [1, 2, 3]),
 }
@@ -222,9 +223,11 @@ _OTHERS: Final[list[Manager]] = []
 
 
 def _other() -> Sequence:
+    """The first of another manager, which has the number of our own first."""
     if not _OTHERS:
         _OTHERS.append(Manager(small(), HostDevice()))
-    return _OTHERS[0].create()
+        _OTHERS[0].create()
+    return _OTHERS[0].sequences[1]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -254,7 +257,7 @@ def test_the_recorder_changes_no_outcome_and_writes_what_was_refused(
         told = calls[-1]
         assert told.error == came[0][0].__name__
         if isinstance(told, trace.Refused):
-            assert told.name == name.split()[0].replace("another's", "resume")
+            assert told.name == name.split()[0].replace("another's", "stop_committing")
     play(header, calls, lambda streams, seed: HostDevice(streams=streams, seed=seed))
 
 
@@ -283,8 +286,8 @@ def test_a_later_step_is_refused_before_a_load_is_delivered(open_manager: Open) 
     assert "settle the earlier step first" in unchanged(
         kv, lambda: kv.settle(later), IllegalTransition
     )
-    why = unchanged(kv, lambda: kv.settle(first, [1, 2]), IllegalTransition)
-    assert "but the step issued [1 1] tokens" in why
+    why = unchanged(kv, lambda: kv.settle(first, [1, 2]), ArgumentError)
+    assert "accepted[1] is 2" in why
     kv.settle(first)
     kv.settle(later)
     assert (seq.length_tokens, seq.loading) == (8, False)
@@ -324,6 +327,7 @@ def test_what_is_no_stream_is_refused_first(name: str, open_manager: Open) -> No
         "resume": lambda: fresh.resume("no stream"),
     }
     unchanged(kv, calls[name], DeviceError)
+    assert kv.create().uid == fresh.uid + 1, "none was made and given up again"
 
 
 def test_a_step_that_is_refused_has_copied_nothing_out(open_manager: Open) -> None:
@@ -331,8 +335,8 @@ def test_a_step_that_is_refused_has_copied_nothing_out(open_manager: Open) -> No
     seq = written(kv)
     seq.commit(IDS)
     batch = kv.batch([seq])
-    unchanged(kv, lambda: kv.step(batch, [1, 2]), IllegalTransition)
-    unchanged(kv, lambda: kv.step(batch, 11), IllegalTransition)
+    unchanged(kv, lambda: kv.step(batch, [1, 2]), ArgumentError)
+    unchanged(kv, lambda: kv.step(batch, 11), ArgumentError)
     idle = kv.create()
     unchanged(kv, lambda: kv.step(kv.batch([seq, idle])), IllegalTransition)
     kv.settle(kv.step(batch))

@@ -214,7 +214,7 @@ FAILURES: Final = (
             "            self.host.address = self.device.host_reserve(size_bytes)\n",
             "            try:\n"
             "                self.host.address = self.device.host_reserve(size_bytes)\n"
-            "            except Exception:\n"
+            "            except DeviceError:\n"
             "                self.host.address = 0\n",
             "S24",
         ),

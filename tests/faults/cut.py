@@ -84,7 +84,7 @@ CUT_FAULTS: Final = (
     ),
     CutFault(
         "a manager that could not be opened keeps what it had reserved",
-        "kvstate/manager.py",
+        "kvstate/core.py",
         "                give(address)\n",
         "                pass\n",
         call="open",
