@@ -33,6 +33,7 @@ from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
+from kvstate.spec.facts import Ledger
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
@@ -79,6 +80,9 @@ class Manager(Rewinding):
         super().__init__(config, device)
         self.replayed: Callable[[], list[str]] | None = None
         """Compares the events with the index, if somebody does."""
+        self.left: Ledger | None = None
+        """What the device held when the manager had given everything back itself; None before, or
+        if it could not."""
         if debug or order or record:
             from kvstate.observe import observe
 
@@ -241,6 +245,8 @@ class Manager(Rewinding):
         self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry), keep=keep)
         if seq.state == CLOSED.code:
             self._retire(seq)
+        else:
+            seq.forget_tokens()
         self.counters["closes"] += 1
 
     def _leave(
@@ -431,6 +437,7 @@ class Manager(Rewinding):
         self.device.unreserve(self.arena.base)
         if self.host.address:
             self.device.host_unreserve(self.host.address)
+        self.left = self.device.ledger()
 
     def __enter__(self) -> Self:
         return self

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import wraps
 from inspect import signature
 from typing import Any, Final
@@ -19,15 +19,22 @@ import numpy as np
 
 from kvstate import trace
 from kvstate.blocks import CPU, GPU
-from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.errors import (
+    CapacityError,
+    IllegalTransition,
+    KvStateError,
+    LawViolation,
+    TraceError,
+)
 from kvstate.events import Replica, decode, encode
 from kvstate.keys import Adapter, Extras
 from kvstate.manager import Manager
 from kvstate.order import Agent, Operation
 from kvstate.order_device import Ordered
 from kvstate.order_memory import Pieces
+from kvstate.refusal import refusal
 from kvstate.sequence import Column, Sequence, Step
-from kvstate.spec.facts import View
+from kvstate.spec.facts import Failure, Ledger, View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.tensors import tensors_held
@@ -42,6 +49,7 @@ PUBLIC: Final = (
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
+NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -53,9 +61,23 @@ def check_laws(kv: Manager, asked: Counter[str] | None = None) -> View:
     return seen
 
 
+def check_rest(kv: Manager, asked: Counter[str] | None = None) -> None:
+    """End every step and sequence, forget what could be reused, and give all memory back; then
+    raise LawViolation if anything is left. The manager can be used again."""
+    for step in list(kv.flight.steps.values()):
+        kv.settle(step)
+    for seq in list(kv.sequences.values()):
+        kv.close_sequence(seq)
+    kv.clear_reuse()
+    kv.trim()
+    _check("rest", asked, view(kv))
+
+
 def check_end(kv: Manager, asked: Counter[str] | None = None) -> None:
-    """Raise LawViolation if a closed manager's device still holds something."""
-    _check("end", asked, kv.device.ledger())
+    """Raise LawViolation if a closed manager did not give everything back, or its device still
+    holds something. A poisoned one leaves it to its device."""
+    left = NOTHING if kv.actor.fault is not None else kv.left
+    _check("end", asked, left, kv.device.ledger())
 
 
 class LawKeeper:
@@ -66,19 +88,24 @@ class LawKeeper:
         self.seen = check_laws(kv, asked)
         self._call = kv.flight.call
 
-    def after(self, error: BaseException | None) -> None:
+    def after(self, name: str, args: Mapping[str, Any], error: BaseException | None) -> None:
         """The call has returned or raised: every law that speaks of that must hold."""
         before, kv = self.seen, self.kv
         call, self._call = self._call, kv.flight.call
-        if kv.actor.fault is not None:
+        if kv.actor.fault is not None or kv.closed:
             return
         self.seen = check_laws(kv, self.asked)
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
-            touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
-            _check("change", self.asked, before, self.seen, touched)
+            ended = [end for end in kv.flight.ended if end.call > call]
+            failed = Failure(
+                touched=frozenset(end.uid for end in ended),
+                lost=not all(end.ok for end in ended),
+                illegal=isinstance(error, IllegalTransition),
+            )
+            _check("change", self.asked, before, self.seen, failed)
         if isinstance(error, CapacityError):
-            _check("refusal", self.asked, self.seen, error)
+            _check("refusal", self.asked, self.seen, refusal(kv.config, name, args, error))
 
 
 class OrderKeeper:
@@ -344,12 +371,12 @@ def _observed(
             depth[0] -= 1
         if order is not None:
             error = order.after(result, error)
+        bound = names.bind(*args, **named)
+        bound.apply_defaults()
         if recorder is not None:
-            bound = names.bind(*args, **named)
-            bound.apply_defaults()
             recorder.after(name, bound.arguments, result, error)
         if keeper is not None:
-            keeper.after(error)
+            keeper.after(name, bound.arguments, error)
         if error is not None:
             raise error
         return result

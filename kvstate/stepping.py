@@ -46,15 +46,16 @@ class Stepping(Core):
         Python only for sequences that cross a frame, or with margins for all when one is mapped.
         """
         self._enter(batch)
-        if self.reuse.mirrors:
-            self.reuse.mirror(self.geometry.block_bytes)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
         ends = columns.scheduled + counts
         over = (ends > columns.capacity) & batch.named
-        if np.count_nonzero(over):
-            self._grow_batch(batch, over, ends)
+        wanted = self._wanted(batch, over, ends) if np.count_nonzero(over) else []
+        if self.reuse.mirrors:
+            self.reuse.mirror(self.geometry.block_bytes)
+        if wanted:
+            self._grow(wanted, f"a step of {len(batch)} sequences", batch)
             ends = columns.scheduled + counts
         self._stepped += 1
         step = Step(self._stepped, batch, counts, columns)
@@ -70,7 +71,10 @@ class Stepping(Core):
             plan.move(_STEP, seq)
         batch.version = self.columns.version
 
-    def _grow_batch(self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column) -> None:
+    def _wanted(
+        self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column
+    ) -> list[tuple[Sequence, int]]:
+        """Who must have how many frames for the step."""
         wanted = []
         for seq in batch.seqs:
             if over[seq.row]:
@@ -79,7 +83,7 @@ class Stepping(Core):
                 wanted.append((seq, self.geometry.frames(end)))
         if self.config.gpu.map_ahead_frames and any(_maps(*pair) for pair in wanted):
             wanted += self._as_they_are(seq for seq in batch.seqs if not over[seq.row])
-        self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+        return wanted
 
     def _as_they_are(self, seqs: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
         """Those who need no frames now, so that they get their margin in the same call: else each
@@ -116,21 +120,25 @@ class Stepping(Core):
     ) -> tuple[Plan, Column, tuple[Sequence, ...]]:
         """The careful way: some sequence changed since the step, or rejects tokens."""
         self._legal(_SETTLE, step)
+        taken = self._accepted(step, accepted)
+        for seq in self._members(step):
+            self._check_order(step, seq)
         if self.flight.loads and any(seq.loading for seq in step.seqs):
             self.flight.poll()
             if any(seq.loading for seq in step.seqs):
                 self.flight.quiesce()
-        taken = self._accepted(step, accepted)
-        live = self.columns.life == step.life
-        members = [seq for seq in step.seqs if live[seq.row]]
-        for seq in members:
-            self._check_order(step, seq)
+        live, members = self.columns.life == step.life, self._members(step)
         plan = self.flight.plan()
         leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
         plan.operands = {"members": members, "leavers": leavers}
         plan.move(_SETTLE, step)
         void = tuple(seq for seq in step.seqs if not live[seq.row])
         return plan, np.where(live, taken, 0), void
+
+    def _members(self, step: Step) -> list[Sequence]:
+        """Those whose bytes still live the life that the step was issued in."""
+        live = self.columns.life == step.life
+        return [seq for seq in step.seqs if live[seq.row]]
 
     def _accepted(self, step: Step, accepted: npt.ArrayLike | None) -> Column:
         taken = step.counts.copy()

@@ -35,7 +35,7 @@ from kvstate.errors import (
 )
 from kvstate.keys import Adapter
 from kvstate.manager import Manager
-from kvstate.observe import check_end, check_laws, observe
+from kvstate.observe import check_end, check_laws, check_rest, observe
 from kvstate.order_device import ordered
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
@@ -208,6 +208,8 @@ class Player:
             self.apply(trace.Close(seq=name))
         held = self.device.ledger() if self.device.hung else None
         try:
+            if Look.LAWS in self.look and self.kv.actor.fault is None and not self.device.hung:
+                check_rest(self.kv, self.laws)
             self.kv.close()
             self._check_kept(held)
             if self.device.hung:
