@@ -15,7 +15,7 @@ from kvstate.spec import range as range_
 from kvstate.spec.facts import RangeFact, TransferFact, View, Work
 from kvstate.spec.index_laws import slot_name
 from kvstate.spec.memory_laws import code_at
-from kvstate.spec.span_laws import aliases_are_read_only, aliases_hold, shared
+from kvstate.spec.span_laws import aliases_hold, shared
 
 Hold = tuple[str, int]
 _LOADING: Final = frozenset(
@@ -209,9 +209,7 @@ def _brings_what_is_held(view: View, work: Work, copy: TransferFact) -> Iterator
 
 def copies_write_what_loads(view: View) -> Iterator[str]:
     """A copy in flight writes only pages that are being loaded, or memory that its sequence has
-    left; and nothing that a span's frames are behind. Aliases are mapped so that nobody can write
-    there."""
-    yield from aliases_are_read_only(view)
+    left; and nothing that a span's frames are behind."""
     for work in view.ledger.work:
         copy = view.transfer_of.get(work.copy)
         fact = None if copy is None else view.range_of.get(copy.range)

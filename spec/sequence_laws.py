@@ -16,6 +16,7 @@ from kvstate.spec.facts import SequenceFact, StepFact, TransferFact, View
 from kvstate.spec.flight_laws import transfers_have_their_memory
 from kvstate.spec.index_laws import page_name
 from kvstate.spec.memory_laws import blocks_of
+from kvstate.spec.span_laws import aliases_are_read_only
 
 _BARE: Final = (sequence.CREATED.code, sequence.CLOSING.code, sequence.CLOSED.code)
 """States in which a sequence has no pages at all."""
@@ -248,7 +249,9 @@ def _names_what_is_there(view: View, step: StepFact) -> Iterator[str]:
 
 
 def no_writer(view: View) -> Iterator[str]:
-    """A step in flight writes only into pages that may be written, or are still being loaded."""
+    """A step in flight writes only into pages that may be written, or are still being loaded.
+    Aliases are mapped so that nobody can write there."""
+    yield from aliases_are_read_only(view)
     may = _WRITABLE | {page.LOADING_ACTIVE.code}
     for step in view.steps:
         for seq, start, end in view.living(step):
