@@ -113,18 +113,23 @@ def fresh_tables(before: View, after: View) -> Iterator[str]:
     has, at which addresses, and of whom. A sequence that runs on stays where the step was told."""
     told = {step.number: step for step in before.steps}
     for step in after.steps:
-        old = told.get(step.number, step)
+        old = told.get(step.number)
+        if old is None:
+            continue
         if (old.issued, old.bases) != (step.issued, step.bases):
             yield f"step {step.number} was issued as {old}, and is {step} now"
-        for row, _, _ in step.issued if old is not step else ():
+        for row, _, _ in step.issued:
             was, now = before.by_row.get(row), after.by_row.get(row)
             if was is None or now is None or was.uid != now.uid:
                 yield f"step {step.number} names row {row}, which has another sequence now"
-        for now, _, _ in after.living(step):
-            was = before.by_uid.get(now.uid)
-            runs = was is not None and was.state == now.state == sequence.ACTIVE.code
-            if old is not step and was is not None and runs and was.range != now.range:
-                yield f"sequence {now.uid} has moved while step {step.number} writes to it"
+        for seq, _, _ in after.living(step):
+            was = before.by_uid.get(seq.uid)
+            if was is not None and _runs_on(was, seq) and was.range != seq.range:
+                yield f"sequence {seq.uid} has moved while step {step.number} writes to it"
+
+
+def _runs_on(before: SequenceFact, after: SequenceFact) -> bool:
+    return before.state == after.state == sequence.ACTIVE.code
 
 
 def victims_are_leaves(before: View, after: View) -> Iterator[str]:

@@ -225,8 +225,9 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        "self._grow_batch(batch, over, ends)\n            ends = columns.scheduled + counts\n",
-        "self._grow_batch(batch, over, ends)\n",
+        "            self._grow(wanted, f\"a step of {len(batch)} sequences\", batch)\n"
+        "            ends = columns.scheduled + counts\n",
+        "            self._grow(wanted, f\"a step of {len(batch)} sequences\", batch)\n",
         "B65",
     ),
     Fault(
