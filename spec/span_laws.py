@@ -83,6 +83,8 @@ def spans_follow(view: View) -> Iterator[str]:
         before = None if home is None else view.span_of.get(home.span)
         if not 0 <= one.used <= (view.span_clock if before is None else before.used):
             yield f"span {one.number} was used at {one.used}, of {view.span_clock}"
+        if one.state == span.DEAD.code:
+            yield f"span {one.number} is DEAD, and still in the books"
         if one.state == span.EMPTY.code and one.used:
             yield f"span {one.number} is EMPTY, and not the first to go"
 
