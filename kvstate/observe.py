@@ -371,12 +371,15 @@ def _observed(
             depth[0] -= 1
         if order is not None:
             error = order.after(result, error)
-        bound = names.bind(*args, **named)
-        bound.apply_defaults()
+        given = dict[str, Any]()
+        if recorder is not None or isinstance(error, CapacityError):
+            bound = names.bind(*args, **named)
+            bound.apply_defaults()
+            given = bound.arguments
         if recorder is not None:
-            recorder.after(name, bound.arguments, result, error)
+            recorder.after(name, given, result, error)
         if keeper is not None:
-            keeper.after(name, bound.arguments, error)
+            keeper.after(name, given, error)
         if error is not None:
             raise error
         return result

@@ -6,7 +6,7 @@ changes what the index names must see all of them.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Iterator
 from typing import Final
 
@@ -109,10 +109,12 @@ def _stands_in_line(view: View, seq: SequenceFact) -> Iterator[str]:
 def blocks_follow(view: View) -> Iterator[str]:
     """The index is a tree: a block is there once, it comes behind the one before it and is of the
     same tenant, and no two behind one another have the same key. At most one has it on the GPU."""
-    names = Counter(block.name for block in view.blocks)
-    yield from (f"block {name} is in the index {n} times" for name, n in names.items() if n > 1)
-    keys = Counter((block.parent, block.tenant, block.key) for block in view.blocks)
-    yield from (f"two blocks have the key {key[2].hex()}" for key, n in keys.items() if n > 1)
+    blocks = len(view.blocks)
+    if len(view.block_of) != blocks:
+        yield f"{blocks} blocks are in the index, some twice: {len(view.block_of)} different ones"
+    keys = {(block.parent, block.tenant, block.key) for block in view.blocks}
+    if len(keys) != blocks:
+        yield f"{blocks} blocks have {len(keys)} different keys"
     size = ID_BYTES * view.tokens_per_block
     for block in view.blocks:
         parent = view.block_of.get(block.parent)

@@ -53,7 +53,7 @@ def protected_frames(view: View) -> int:
 
 def _count(view: View, *states: State) -> int:
     """Frames in these states."""
-    return sum(view.frame_counts[state.code] for state in states)
+    return sum(sum(view.frame_counts[state.code : state.code + 1]) for state in states)
 
 
 def _had(view: View, refused: Refusal) -> int:
@@ -79,9 +79,9 @@ def promises_hold(view: View) -> Iterator[str]:
     """What running sequences may still ask for is free, parked, coming or in spans that can go."""
     left = protected_frames(view) if running(view) > 1 else 0
     wanted = promised(view)
-    had = sum(view.frame_counts[state.code] for state in _FREE) if wanted else 0
-    if wanted > had + (spare_spans(view, left) if wanted else 0):
-        yield f"{wanted} frames were promised, {had} can be had, and what spans can give"
+    had = _count(view, *_FREE) + spare_spans(view, left) if wanted else 0
+    if wanted > had:
+        yield f"{wanted} frames were promised, {had} can be had"
 
 
 def _asked(view: View, refused: Refusal) -> Iterator[tuple[SequenceFact, RangeFact | None, int]]:

@@ -8,16 +8,19 @@ does not stand in it. `tests/spoiling.py` says how views are had and spoiled.
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from typing import Final
 
+import pytest
 from attrs import fields
 
 from kvstate.spec import facts
 from kvstate.spec.coupling import TABLES
 from kvstate.spec.facts import View
 from kvstate.spec.laws import laws
-from tests.spoiling import Measure, healthy, measure, noticed
+from tests.spoiling import Measure, healthy, measure, noticed, spoils
 
+pytestmark = pytest.mark.xdist_group("spoiled")
 A_SET: Final = "facts in no particular order"
 TOLD: Final = (
     "what the manager was told; law 12 asks for it where something was refused or promised"
@@ -98,6 +101,11 @@ def test_every_fact_is_spoiled() -> None:
 
 def test_no_law_raises_whatever_a_view_says() -> None:
     assert measured().total.raised == 0, measured().errors.most_common(3)
+    for seen in healthy()[::9]:
+        for one in islice(spoils(seen), 0, None, 97):  # two facts at a time
+            for other in islice(spoils(one.view), 0, None, 89):
+                for law in laws("always"):
+                    list(law.check(other.view))
 
 
 def test_each_way_to_spoil_a_fact_is_noticed() -> None:
