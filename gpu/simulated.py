@@ -132,6 +132,7 @@ class SimulatedDevice(Books, ABC):
             reads=tuple((run.source, run.size_bytes) for run in runs),
             writes=tuple((run.target, run.size_bytes) for run in runs),
             never=token in self.hung,
+            copy=token,
         )
         self._runs[token] = (number, runs)
         for stream in followers:

@@ -204,9 +204,11 @@ class Streams:
         reads: Runs = (),
         writes: Runs = (),
         never: bool = False,
+        copy: int | None = None,
     ) -> int:
         """Put work at the end of a stream; its number. It waits for the numbers in `waits` too, and
-        with `never` it does not run, however long anybody waits."""
+        with `never` it does not run, however long anybody waits. `copy` is its token, if it is
+        one."""
         self.busy = True
         self.launched += 1
         number = stream.last = self.launched
@@ -215,7 +217,7 @@ class Streams:
             return number
         before = {*waits, *stream.barrier} & self.pending.keys()
         stream.barrier.clear()
-        work = Work(name, stream.number, number, reads, writes, tuple(sorted(before)))
+        work = Work(name, stream.number, number, reads, writes, tuple(sorted(before)), copy)
         stream.queue.append(work)
         self.pending[number] = (work, run)
         if never:

@@ -305,6 +305,7 @@ class Admission(Stepping):
             self.arena.reserve(range_)
         range_.pages.states.clear()
         range_.owner, seq.range, seq.stream = seq, range_, stream
+        self.columns.set_base(seq.row, range_.base)
         self._set_capacity(seq)
 
     def _load(self, seq: Sequence, start: Start, *, fresh: bool) -> Transfer:

@@ -38,6 +38,7 @@ from kvstate.runs import runs_of, slots_of
 from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Passage
 from kvstate.spec.compiled import MACHINES, ObjectEvent, ObjectRow
+from kvstate.spec.facts import Ledger
 from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
@@ -103,6 +104,9 @@ class Manager(Rewinding, Handle):
             """Those that look at its calls."""
             self.replayed: Callable[[], list[str]] | None = None
             """Compares the events with the index, if somebody does."""
+            self.left: Ledger | None = None
+            """What the device held when the manager had given everything back itself; None before,
+            or if it could not."""
             if debug or order or record:
                 from kvstate.observe import observe
 
@@ -288,6 +292,8 @@ class Manager(Rewinding, Handle):
         self._leave(_CLOSE, seq, after, runs.leaving(seq, self.geometry))
         if seq.state == CLOSED.code:
             self._retire(seq)
+        else:
+            seq.forget_tokens()
         self.counters["closes"] += 1
 
     def _leave(
@@ -507,6 +513,7 @@ class Manager(Rewinding, Handle):
         self.device.unreserve(self.arena.base)
         if self.host.address:
             self.device.host_unreserve(self.host.address)
+        self.left = self.device.ledger()
 
     def __enter__(self) -> Self:
         return self

@@ -9,17 +9,24 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import wraps
-from inspect import BoundArguments, Signature, signature
+from inspect import Signature, signature
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
 import numpy as np
 
 from kvstate.blocks import CPU, GPU
-from kvstate.errors import CapacityError, KvStateError, LawViolation, TraceError
+from kvstate.errors import (
+    ArgumentError,
+    CapacityError,
+    IllegalTransition,
+    KvStateError,
+    LawViolation,
+    TraceError,
+)
 from kvstate.events import FORMATS, Hash, Numbered, decode, encode, hash_text
 from kvstate.guard import known
 from kvstate.manager import Manager
@@ -28,9 +35,10 @@ from kvstate.order_device import Ordered
 from kvstate.order_memory import Pieces
 from kvstate.publisher import Publisher
 from kvstate.recorder import Recorder
+from kvstate.refusal import refusal
 from kvstate.replica import Replica
 from kvstate.sequence import Column, Sequence, Step
-from kvstate.spec.facts import View
+from kvstate.spec.facts import Failure, Ledger, View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.spec.manager import OPEN, POISONED
@@ -49,6 +57,7 @@ PUBLIC: Final = (
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
 _SNAPSHOTS: Final = 5
 """One of this number of batches is followed by a snapshot."""
+NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -60,9 +69,23 @@ def check_laws(kv: Manager, asked: Counter[str] | None = None) -> View:
     return seen
 
 
+def check_rest(kv: Manager, asked: Counter[str] | None = None) -> None:
+    """End every step and sequence, forget what could be reused, and give all memory back; then
+    raise LawViolation if anything is left. The manager can be used again."""
+    for step in list(kv.flight.steps.values()):
+        kv.settle(step)
+    for seq in list(kv.sequences.values()):
+        kv.close_sequence(seq)
+    kv.clear_reuse()
+    kv.trim()
+    _check("rest", asked, view(kv))
+
+
 def check_end(kv: Manager, asked: Counter[str] | None = None) -> None:
-    """Raise LawViolation if a closed manager's device still holds something."""
-    _check("end", asked, kv.device.ledger())
+    """Raise LawViolation if a closed manager did not give everything back, or its device still
+    holds something. A poisoned one leaves it to its device."""
+    left = NOTHING if kv.actor.fault is not None else kv.left
+    _check("end", asked, left, kv.device.ledger())
 
 
 class LawKeeper:
@@ -74,21 +97,26 @@ class LawKeeper:
         """What was there after the last call; None if that was cut short."""
         self._call = kv.flight.call
 
-    def after(self, error: BaseException | None) -> None:
+    def after(self, name: str, args: Mapping[str, Any], error: BaseException | None) -> None:
         """The call has returned or raised: every law that speaks of that must hold."""
         before, kv = self.seen, self.kv
         call, self._call = self._call, kv.flight.call
-        if kv.actor.fault is not None:
+        if kv.actor.fault is not None or kv.closed:
             return
         self.seen = check_laws(kv, self.asked)
         if before is None:
             return
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
-            touched = frozenset(end.uid for end in kv.flight.ended if end.call > call)
-            _check("change", self.asked, before, self.seen, touched)
+            ended = [end for end in kv.flight.ended if end.call > call]
+            failed = Failure(
+                touched=frozenset(end.uid for end in ended),
+                lost=not all(end.ok for end in ended),
+                illegal=isinstance(error, IllegalTransition | ArgumentError),
+            )
+            _check("change", self.asked, before, self.seen, failed)
         if isinstance(error, CapacityError):
-            _check("refusal", self.asked, self.seen, error)
+            _check("refusal", self.asked, self.seen, refusal(kv.config, name, args, error))
 
 
 class OrderKeeper:
@@ -257,12 +285,14 @@ class Watch:
         if life.state == OPEN.code:
             life.begin(event, None)
         try:
+            given = names.bind(*args, **named)
+            given.apply_defaults()
             found = self._ask("order", self.order.after, result) if self.order else None
             if self.recorder is not None:
-                self._ask("recorder", self._record, event, names.bind(*args, **named), result,
-                          LawViolation([found]) if found else error)  # fmt: skip
+                told = LawViolation([found]) if found else error
+                self._ask("recorder", self.recorder.after, event, given.arguments, result, told)
             if self.laws is not None:
-                self._ask("laws", self.laws.after, error)
+                self._ask("laws", self.laws.after, event, given.arguments, error)
             if found:
                 raise LawViolation([found])
         except BaseException as cut:
@@ -276,11 +306,6 @@ class Watch:
         """A call has ended by no error of ours: what it has done is not known here."""
         if self.laws is not None:
             self.laws.seen = None
-
-    def _record(self, event: str, bound: BoundArguments, result: Any, error: Any) -> None:
-        assert self.recorder is not None
-        bound.apply_defaults()
-        self.recorder.after(event, bound.arguments, result, error)
 
     def _ask(self, who: str, look: Callable[..., T], *args: Any) -> T | None:
         try:

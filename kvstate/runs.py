@@ -131,7 +131,7 @@ def joined(pages: Iterable[int], places: Iterable[int], size: int) -> list[tuple
 
 
 def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
-    """After settling: the range keeps the records of its memory, the sequence has no range."""
+    """After settling: the range has the records of its memory, the sequence has no range."""
     range_ = seq.range
     if range_ is None:
         return
@@ -139,8 +139,10 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     own = [*operands.get("resident", ()), *operands.get("retained", ())]
     for cells, low, high in (*sorted(own, key=lambda run: run[1]), *operands.get("left", ())):
         states += cells.states[low:high]
+        cells.states[low:high] = bytes(high - low)
     range_.owner = seq.range = None
     seq.columns.capacity[seq.row] = 0
+    seq.columns.set_base(seq.row, 0)
 
 
 def _left(range_: Range, blocks: int) -> tuple[Cells, int, int]:

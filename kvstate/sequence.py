@@ -3,7 +3,7 @@
 A batch is a mask over rows, and every number that a step changes is a column over the same rows.
 So a step is a few numpy operations on whole columns, whatever the batch and however long its
 sequences; only a sequence that crosses a frame or a block costs any Python. Columns that a step
-remembers (`scheduled`, `life`) are replaced and never written into.
+remembers (`scheduled`, `life`, `base`) are replaced and never written into.
 """
 
 from __future__ import annotations
@@ -59,6 +59,8 @@ class Columns:
         self.steps: Column = np.zeros(rows + 1, np.int64)
         """Steps in flight."""
         self.life: Column = np.zeros(rows + 1, np.int64)
+        self.base: Column = np.zeros(rows + 1, np.int64)
+        """The address of the first token row on the GPU; 0 unless ACTIVE."""
         self.open_block = np.zeros((rows + 1, tokens_per_block), np.int32)
         """The known token ids of the block that is not full yet."""
         self.version = 0
@@ -73,6 +75,11 @@ class Columns:
         """Change one row. Steps in flight keep the column they remember."""
         self.life = self.life.copy()
         self.life[row] = life
+
+    def set_base(self, row: int, address: int) -> None:
+        """Change one row. Steps in flight keep the column they remember."""
+        self.base = self.base.copy()
+        self.base[row] = address
 
     def set_lengths(self, row: int, tokens: int) -> None:
         """All three lengths of one row: nothing is in flight, and ids are known at most so far."""
@@ -467,8 +474,8 @@ class Step(Handle):
     `Manager.step`."""
 
     __slots__ = (
-        "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts", "state",
-        "version",
+        "bases", "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts",
+        "state", "version",
     )  # fmt: skip
     instead = "settle it as it is"
 
@@ -478,7 +485,7 @@ class Step(Handle):
         self.rows, self.mask = batch.rows, batch.mask
         self.counts = counts
         self.starts = columns.scheduled
-        self.life = columns.life
+        self.life, self.bases = columns.life, columns.base
         self.version = columns.version
         self.state = STEP_ISSUED.code
         self.fenced: list[Range] = []

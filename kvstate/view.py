@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
 
-from kvstate.arena import Range
+from kvstate.arena import Arena, Range
+from kvstate.blocks import Node
 from kvstate.index_check import check, check_lines
 from kvstate.manager import Manager
 from kvstate.plan import Run
-from kvstate.sequence import Columns, Sequence, Step
+from kvstate.sequence import Sequence, Step
 from kvstate.spans import Span
 from kvstate.spec.facts import (
     BlockFact,
@@ -19,6 +21,7 @@ from kvstate.spec.facts import (
     TransferFact,
     View,
 )
+from kvstate.spec.sequence import ACTIVE
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -32,10 +35,14 @@ def view(kv: Manager) -> View:
         align_bytes=geometry.align_bytes,
         tokens_per_block=geometry.tokens_per_block,
         guard_frames=geometry.guard_frames,
-        protected_frames=kv.geometry.protected_frames,
+        protected_share=kv.config.gpu.protected_share,
+        max_utilization=kv.config.max_utilization_for_resume,
         budget_frames=kv.gpu.budget_frames,
         arena_base=kv.arena.base,
         arena_bytes=geometry.arena_bytes,
+        free_addresses=tuple(
+            (first * geometry.frame_bytes, frames) for first, frames in kv.arena.addresses.free
+        ),
         host_address=kv.host.address,
         frame_counts=tuple(kv.gpu.counts),
         pool_states=bytes(kv.gpu.pool.states),
@@ -47,15 +54,19 @@ def view(kv: Manager) -> View:
         blocks=tuple(_blocks(kv)),
         index_faults=(*check(kv.reuse.index), *check_lines(kv.reuse.lines)),
         event_faults=tuple(kv.replayed()) if kv.replayed else (),
-        unasked=tuple(_unasked(kv)),
+        doubles=frozenset(seq.uid for seq in kv.reuse.doubles),
+        copying=frozenset(_copying(kv)),
         reuses=kv.reuse.enabled,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
         spans=tuple(_spans(kv)),
+        span_clock=kv.spans.clock,
         transfers=tuple(_transfers(kv)),
-        steps=tuple(_step(step, kv.columns) for step in kv.flight.steps.values()),
+        loads=kv.flight.loads,
+        steps=tuple(_step(step) for step in kv.flight.steps.values()),
         rows=kv.columns.rows,
         free_rows=tuple(kv.columns.free),
+        running=kv.columns.states.count(ACTIVE.code),
         ledger=kv.device.ledger(),
     )
 
@@ -66,6 +77,8 @@ def _sequence(seq: Sequence) -> SequenceFact:
         row=seq.row,
         state=seq.state,
         life=seq.life,
+        row_state=seq.columns.states[seq.row],
+        row_life=seq.columns.life.item(seq.row),
         max_tokens=seq.max_tokens,
         scheduled=seq.scheduled_tokens,
         settled=seq.length_tokens,
@@ -79,23 +92,24 @@ def _sequence(seq: Sequence) -> SequenceFact:
         transfer=None if seq.transfer is None else seq.transfer.token,
         committing=seq.committing,
         tenant=seq.identity.code,
-        promised=seq.promised_frames,
+        reserves=seq.reserves,
+        open=_open_ids(seq),
         keys=tuple(seq.keys),
-        blocks=tuple(id(node) if node.findable else None for node in seq.nodes),
+        blocks=_names(seq.nodes),
     )
 
 
-def _unasked(kv: Manager) -> Iterator[int]:
+def _copying(kv: Manager) -> Iterator[int]:
     for seq in kv.sequences.values():
-        if seq not in kv.reuse.doubles and kv.spans.duplicate(seq) is not None:
+        if kv.spans.duplicate(seq) is not None:
             yield seq.uid
 
 
 def _blocks(kv: Manager) -> list[BlockFact]:
     return [
         BlockFact(
-            name=id(node),
-            parent=None if node.parent is None else id(node.parent),
+            name=node.serial,
+            parent=None if node.parent is None else node.parent.serial,
             ordinal=node.ordinal,
             tenant=node.root.identity.code,
             key=node.key,
@@ -113,6 +127,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
 
 
 def _ranges(kv: Manager) -> list[RangeFact]:
+    offers = _offers(kv.arena)
     return [
         RangeFact(
             number=item.number,
@@ -128,6 +143,7 @@ def _ranges(kv: Manager) -> list[RangeFact]:
             span=None if item.span is None else item.span.number,
             kept_frames=item.kept_frames,
             home_of=None if item.home_of is None else item.home_of.number,
+            offers=tuple(offers.get(item.number, ())),
         )
         for item in kv.arena.ranges.values()
     ]
@@ -147,9 +163,10 @@ def _spans(kv: Manager) -> Iterator[SpanFact]:
             frame_states=bytes(span.frames.states),
             frame_ids=tuple(span.frames.ids),
             pages=bytes(span.pages.states),
-            blocks=tuple(id(node) if node.findable else None for node in span.nodes),
+            blocks=_names(span.nodes),
             holders=frozenset(span.holders),
             used=span.used,
+            registered=span.number in kv.spans.registered,
         )
 
 
@@ -158,7 +175,7 @@ def _transfers(kv: Manager) -> list[TransferFact]:
         TransferFact(
             token=item.token,
             uid=None if item.seq is None else item.seq.uid,
-            current=item.seq is not None and item.seq.transfer is item,
+            life=item.life,
             outward=item.outward,
             inward=item.inward,
             keeps=item.keeps,
@@ -166,20 +183,44 @@ def _transfers(kv: Manager) -> list[TransferFact]:
             range=item.range.number,
             sources=tuple(source.number for source in item.sources),
             slots=_slots(item.slots),
+            blocks=_names((*item.nodes, item.partial) if item.partial else item.nodes),
         )
         for item in kv.flight.transfers.values()
     ]
 
 
-def _step(step: Step, columns: Columns) -> StepFact:
-    rows = step.rows.tolist()
-    live = (step.life == columns.life)[step.rows].tolist()
-    starts, counts = step.start_tokens.tolist(), step.count_tokens.tolist()
-    issued = tuple(
-        (row, start, start + count) for row, start, count in zip(rows, starts, counts, strict=True)
+def _step(step: Step) -> StepFact:
+    rows, starts, counts = step.rows, step.start_tokens, step.count_tokens
+    return StepFact(
+        number=step.number,
+        landed=step.state == STEP_LANDED.code,
+        issued=tuple(zip(rows.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)),
+        bases=tuple(step.bases[rows].tolist()),
+        lives=tuple(step.life[rows].tolist()),
+        fenced=frozenset(range_.number for range_ in step.fenced),
     )
-    writes = tuple(write for write, lives in zip(issued, live, strict=True) if lives)
-    return StepFact(step.number, step.state == STEP_LANDED.code, tuple(rows), writes, issued)
+
+
+def _offers(arena: Arena) -> Mapping[int, list[str]]:
+    """Where each parked range is on offer, by its number."""
+    found = defaultdict[int, list[str]](list)
+    for shelf in arena.parked.values():
+        for range_ in shelf:
+            found[range_.number].append("adopt")
+    for number in arena.retaining:
+        found[number].append("retaining")
+    return found
+
+
+def _open_ids(seq: Sequence) -> bytes:
+    columns = seq.columns
+    known = columns.known.item(seq.row) % columns.open_block.shape[1]
+    return columns.open_block[seq.row, :known].tobytes()
+
+
+def _names(nodes: Iterable[Node]) -> tuple[int | None, ...]:
+    """What the index calls blocks; None for one that it has no more."""
+    return tuple(node.serial if node.findable else None for node in nodes)
 
 
 def _slots(runs: Iterable[Run]) -> tuple[int, ...]:

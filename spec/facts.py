@@ -7,6 +7,7 @@ same facts (another engine, a recorded trace, a model) can be held to the same l
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cached_property
 
 from attrs import frozen
 
@@ -19,6 +20,9 @@ class SequenceFact:
     row: int
     state: int
     life: int
+    row_state: int
+    """What its row says of its state."""
+    row_life: int
     max_tokens: int
     scheduled: int
     settled: int
@@ -32,8 +36,10 @@ class SequenceFact:
     transfer: int | None
     committing: bool
     tenant: bytes
-    promised: int
-    """Frames that it may still ask for, because they were promised to it."""
+    reserves: bool
+    """It was promised room for all its tokens."""
+    open: bytes
+    """The token ids, as bytes, of known tokens in the block that is not full."""
     keys: tuple[bytes, ...]
     """The token ids of each committed block, as bytes."""
     blocks: tuple[int | None, ...]
@@ -60,6 +66,8 @@ class RangeFact:
     """The span whose frames follow its aliases."""
     kept_frames: int
     """Its own frames up to the last that has a retained page."""
+    offers: tuple[str, ...]
+    """Where it is on offer: as memory to `adopt`, or as what is `retaining` something."""
 
 
 @frozen
@@ -80,6 +88,8 @@ class SpanFact:
     holders: frozenset[int]
     """Ranges."""
     used: int
+    registered: bool
+    """The registry has it."""
 
 
 @frozen
@@ -89,7 +99,8 @@ class TransferFact:
     token: int
     uid: int | None
     """The sequence whose bytes it moves; None if they are canonical pages, of several perhaps."""
-    current: bool
+    life: int
+    """The life of the sequence in which it was issued."""
     outward: bool
     inward: bool
     keeps: bool
@@ -98,6 +109,24 @@ class TransferFact:
     sources: tuple[int, ...]
     """Ranges of others that it reads."""
     slots: tuple[int, ...]
+    blocks: tuple[int | None, ...]
+    """What the index calls the pages that it keeps, or that are hits; None for one that it has no
+    more."""
+
+    @property
+    def loads(self) -> bool:
+        """It brings bytes to the GPU."""
+        return self.inward or self.onboards
+
+    @property
+    def moves(self) -> bool:
+        """It moves bytes of the sequence itself, which waits for it."""
+        return self.outward or self.loads
+
+    @property
+    def holder(self) -> tuple[str, int]:
+        """As what it holds ranges."""
+        return "transfer" if self.moves or self.keeps else "fence", self.token
 
 
 @frozen
@@ -130,12 +159,14 @@ class StepFact:
 
     number: int
     landed: bool
-    rows: tuple[int, ...]
-    """The rows of its sequences."""
-    writes: tuple[tuple[int, int, int], ...]
-    """(row, first token, end) of each sequence that still lives the life of the step."""
     issued: tuple[tuple[int, int, int], ...]
-    """The same of every sequence, as its kernels were told."""
+    """(row, first token, end) of each of its sequences, as its kernels were told."""
+    bases: tuple[int, ...]
+    """The address of the first token row of each, as of the issue."""
+    lives: tuple[int, ...]
+    """The life of each, as of the issue; -1 if the step means nothing for it."""
+    fenced: frozenset[int]
+    """Ranges whose fences wait for it."""
 
 
 @frozen
@@ -150,6 +181,8 @@ class Work:
     writes: tuple[tuple[int, int], ...] = ()
     waits: tuple[int, ...] = ()
     """Numbers of the pending work that must run before it."""
+    copy: int | None = None
+    """The token of the copy, if it is one."""
 
 
 @frozen
@@ -204,8 +237,36 @@ class FairRun:
 
 
 @frozen
+class Refusal:
+    """A call that was refused because something is full, and what it had asked for."""
+
+    call: str
+    place: str
+    """The check that refused: that of an error, or `host` or `rows`."""
+    uids: tuple[int, ...] = ()
+    """The sequences that it named. One that it was to make is not there."""
+    tokens: tuple[int, ...] = ()
+    """What it named of each, or of the one that it was to make."""
+    prompt_tokens: int = 0
+    """So many tokens of its prompt the named one could have from others."""
+
+
+@frozen
+class Failure:
+    """How a call failed."""
+
+    touched: frozenset[int]
+    """Sequences whose copies ended in the call, by uid."""
+    lost: bool
+    """Some of these copies failed."""
+    illegal: bool
+    """The call should not have been made at all."""
+
+
+@frozen(slots=False)
 class View:
-    """Everything a law may look at: the manager's books, and the device's."""
+    """Everything a law may look at: the manager's books, and the device's. Laws find facts by
+    their names here; each table of names is made once."""
 
     row_bytes: int
     block_bytes: int
@@ -213,10 +274,13 @@ class View:
     align_bytes: int
     tokens_per_block: int
     guard_frames: int
-    protected_frames: int
+    protected_share: float
+    max_utilization: float
     budget_frames: int
     arena_base: int
     arena_bytes: int
+    free_addresses: tuple[tuple[int, int], ...]
+    """(address, frames) of the runs of the arena that no range has."""
     host_address: int
     frame_counts: tuple[int, ...]
     pool_states: bytes
@@ -232,15 +296,62 @@ class View:
     """What the index itself finds wrong with its books."""
     event_faults: tuple[str, ...]
     """What replaying the emitted events gets wrong."""
-    unasked: tuple[int, ...]
-    """Sequences with copies of what a span has, of which a reclaim would not know."""
+    doubles: frozenset[int]
+    """Sequences that a reclaim asks for copies of what a span has."""
+    copying: frozenset[int]
+    """Sequences that have such copies."""
     reuses: bool
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]
     spans: tuple[SpanFact, ...]
+    span_clock: int
+    """How often spans were used so far."""
     transfers: tuple[TransferFact, ...]
+    loads: int
+    """How many of them are said to bring bytes to the GPU."""
     steps: tuple[StepFact, ...]
     rows: int
     """How many there are."""
     free_rows: tuple[int, ...]
+    running: int
+    """How many rows are said to be of ACTIVE sequences."""
     ledger: Ledger
+
+    @cached_property
+    def by_uid(self) -> Mapping[int | None, SequenceFact]:
+        """Sequences by uid."""
+        return {seq.uid: seq for seq in self.sequences}
+
+    @cached_property
+    def by_row(self) -> Mapping[int, SequenceFact]:
+        """Sequences by row."""
+        return {seq.row: seq for seq in self.sequences}
+
+    @cached_property
+    def range_of(self) -> Mapping[int | None, RangeFact]:
+        """Ranges by number."""
+        return {fact.number: fact for fact in self.ranges}
+
+    @cached_property
+    def span_of(self) -> Mapping[int | None, SpanFact]:
+        """Spans by number."""
+        return {one.number: one for one in self.spans}
+
+    @cached_property
+    def block_of(self) -> Mapping[int | None, BlockFact]:
+        """Blocks by what the index calls them."""
+        return {block.name: block for block in self.blocks}
+
+    @cached_property
+    def transfer_of(self) -> Mapping[int | None, TransferFact]:
+        """Transfers by token."""
+        return {copy.token: copy for copy in self.transfers}
+
+    def living(self, step: StepFact) -> list[tuple[SequenceFact, int, int]]:
+        """(sequence, first token, end) of those that still live the life of the step."""
+        found = []
+        for (row, first, end), life in zip(step.issued, step.lives, strict=False):
+            seq = self.by_row.get(row)
+            if seq is not None and seq.life == life:
+                found.append((seq, first, end))
+        return found

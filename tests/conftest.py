@@ -11,6 +11,7 @@ from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import ByteDevice
 from kvstate.gpu import HostDevice, why_no_cuda
 from kvstate.gpu.driver import Driver
+from kvstate.observe import check_end, check_rest
 
 FRAME = 4096
 ROW = 1024
@@ -65,7 +66,8 @@ Open = Callable[..., Manager]
 
 @pytest.fixture
 def open_manager() -> Iterator[Open]:
-    """Opens managers on host devices, with laws on, and closes them; nothing may be left then."""
+    """Opens managers on host devices, with laws on, and closes them; nothing may be left then, nor
+    when everything was given up before."""
     opened: list[Manager] = []
 
     def open_one(device: ByteDevice | None = None, **changes: Any) -> Manager:
@@ -75,6 +77,8 @@ def open_manager() -> Iterator[Open]:
 
     yield open_one
     for kv in opened:
+        if not kv.closed and kv.actor.fault is None:
+            check_rest(kv)
         kv.close()
         assert not any(watch.lost for watch in kv.watches), "what looks has failed itself"
-        assert kv.device.ledger().empty
+        check_end(kv)

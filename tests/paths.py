@@ -328,7 +328,8 @@ def _signature(player: Player) -> object:
         for s in seen.sequences
     ]
     ranges = [(r.state, r.frame_states, r.pages, len(r.holders)) for r in seen.ranges]
-    steps = [(s.landed, s.writes) for s in seen.steps]
-    transfers = [(t.current, t.outward, t.inward) for t in seen.transfers]
+    steps = [(s.landed, [write[1:] for write in seen.living(s)]) for s in seen.steps]
+    waited = {s.transfer for s in seen.sequences}
+    transfers = [(t.token in waited, t.outward, t.inward) for t in seen.transfers]
     ended = sorted(one.ok for one in player.device._ended)  # type: ignore[attr-defined]
     return repr((sequences, ranges, steps, transfers, seen.host_states, ended, len(player.seqs)))

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from attrs import evolve
 
 from kvstate import Manager, Sequence
 from kvstate.errors import (
@@ -16,7 +15,6 @@ from kvstate.errors import (
     OutOfRows,
 )
 from kvstate.gpu import HostDevice
-from kvstate.spec.laws import LAWS
 from kvstate.spec.page import PAGE
 from kvstate.view import view
 from tests.conftest import Open
@@ -414,37 +412,6 @@ def test_a_prefix_is_copied_while_memory_is_plenty(open_manager: Open) -> None:
     scarce.resume()
     assert (scarce.matched_tokens, scarce.shared_tokens) == (12, 12)
     assert wrong(kv, plenty, LONG[:12]) == wrong(kv, scarce, LONG[:12]) == 0
-
-
-def test_the_law_of_refusals_notices(open_manager: Open) -> None:
-    """What could have been had is counted again: a refusal that asked for less is a violation."""
-    kv = open_manager(frames=8, slots=0)
-    promised = kv.create(max_tokens=16, reserve=True)
-    promised.resume()
-    greedy = kv.create(max_tokens=16, reserve=True)
-    greedy.resume()
-    third = kv.create(max_tokens=16)
-    with pytest.raises(OutOfFrames) as refused:
-        third.resume()
-    (progress,) = (law for law in LAWS if law.name == "progress")
-    error, seen = refused.value, view(kv)
-    assert (error.place, list(progress.check(seen, error))) == ("reserve", [])
-    assert list(progress.check(evolve(seen, sequences=()), error))
-    error.place, error.protected = "budget", 99
-    assert any("were protected" in line for line in progress.check(seen, error))
-    (promises,) = (law for law in LAWS if law.name == "promises")
-    assert not list(promises.check(seen))
-    more = [evolve(fact, promised=9) for fact in seen.sequences]
-    assert list(promises.check(evolve(seen, sequences=tuple(more))))
-
-
-def test_a_row_that_is_lost_is_noticed(open_manager: Open) -> None:
-    kv = open_manager()
-    (law,) = (law for law in LAWS if law.number == 11)
-    assert not list(law.check(view(kv)))
-    row = kv.columns.free.pop()
-    assert list(law.check(view(kv)))
-    kv.columns.free.append(row)
 
 
 def test_starts_begin_without_bytes_of_their_own(open_manager: Open) -> None:

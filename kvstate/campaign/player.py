@@ -38,7 +38,7 @@ from kvstate.errors import (
 )
 from kvstate.keys import Adapter, Identity, extra_bytes
 from kvstate.manager import Manager
-from kvstate.observe import check_end, check_laws, observe
+from kvstate.observe import check_end, check_laws, check_rest, observe
 from kvstate.order_device import ordered
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.plan import Coverage
@@ -218,6 +218,8 @@ class Player:
             self.apply(trace.Close(seq=name))
         held = self.device.ledger() if self.device.hung else None
         try:
+            if self._rests():
+                check_rest(self.kv, self.laws)
             self.kv.close()
             self._check_kept(held)
             if self.device.hung:
@@ -234,6 +236,12 @@ class Player:
             check_end(self.kv, self.laws)
         except LawViolation as broken:
             raise Broken("law 24 (clean end)", str(broken)) from broken
+
+    def _rests(self) -> bool:
+        """Whether the manager is asked to come to rest before it ends: about every other time,
+        since there is not much left for the end then."""
+        able = self.kv.actor.fault is None and not self.device.hung
+        return able and Look.LAWS in self.look and self.kv.counters["closes"] % 2 == 1
 
     def abandon(self) -> None:
         """Give everything back without any check: something is broken already."""
@@ -532,6 +540,8 @@ class Player:
         found = (seq.length_tokens, seq.scheduled_tokens, seq.committed_tokens)
         wanted = (story.settled, story.scheduled, story.known)
         self._same(f"{seq}: settled, scheduled, known", found, wanted)
+        self._same(f"{seq}: the ids that it knows", seq.known_ids, story.tokens.tobytes())
+        self._same(f"{seq}: whether it commits", seq.committing, story.committing)
 
     def _check_rest(self, played: Played) -> None:
         """Read a sequence back if nothing in flight writes it, on the GPU or on the host."""

@@ -114,7 +114,7 @@ ADMISSION: Final = (
     Case(
         name="a margin is charged to nobody",
         entries=("S11",),
-        law="law 19 (contiguity)",
+        law="law 19 (pages)",
         fault=planted("wrong target: mapping ahead is charged"),
         config=config(frames=4, ahead=2, max_utilization_for_resume=0.5),
         program=(

@@ -66,7 +66,7 @@ EVICTION: Final = (
     Case(
         name="what is to be loaded is held before room is made",
         entries=("B79",),
-        law=HELD,
+        law="law 2 (held blocks)",
         fault=planted("a hit is not held while it is copied"),
         config=config(slots=3),
         program=LOAD_FAILS,
@@ -74,7 +74,7 @@ EVICTION: Final = (
     Case(
         name="a slot that two copies read is free when both have ended",
         entries=("B07",),
-        law="law 7 (a hit stays)",
+        law="law 3 (slots in flight)",
         fault=Fault(
             "the first copy that ends lets go for all",
             "kvstate/reuse.py",
@@ -121,7 +121,7 @@ EVICTION: Final = (
     Case(
         name="hits that have arrived are let go",
         entries=("B44",),
-        law="law 12 (progress)",
+        law="law 2 (held blocks)",
         fault=Fault(
             "a hit is held for ever",
             "kvstate/reuse.py",
@@ -145,7 +145,7 @@ EVICTION: Final = (
     Case(
         name="hits of a tenant are let go by whoever held them",
         entries=("B46",),
-        law="law 12 (progress)",
+        law="law 2 (held blocks)",
         fault=Fault(
             "a hold is looked for under a name without the salt",
             "kvstate/reuse.py",
@@ -166,7 +166,7 @@ EVICTION: Final = (
     Case(
         name="who goes before it begins has held nothing",
         entries=("B47",),
-        law="law 12 (progress)",
+        law="law 2 (held blocks)",
         fault=Fault(
             "a forecast holds what it found",
             "kvstate/admission.py",
@@ -189,7 +189,7 @@ EVICTION: Final = (
     Case(
         name="what was written out is held by nobody",
         entries=("B49",),
-        law="law 12 (progress)",
+        law="law 2 (held blocks)",
         fault=Fault(
             "the hold of a write-out stays",
             "kvstate/reuse.py",
@@ -203,7 +203,7 @@ EVICTION: Final = (
     Case(
         name="a forecast may come true in part",
         entries=("B79", "B80"),
-        law="law 9 (a failed load is unreadable)",
+        law="law 19 (pages)",
         fault=Fault(
             "as much is waited for as was forecast",
             "kvstate/admission.py",

@@ -56,7 +56,7 @@ FAILURES: Final = (
     Case(
         name="a suspend that finds the host full leaves the sequence as it is",
         entries=("S04", "B119"),
-        law="law 8 (all or nothing)",
+        law="law 18 (steps in order)",
         fault=planted("suspend changes the sequence before it reserves host room"),
         config=config(slots=2),
         program=(

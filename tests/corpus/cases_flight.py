@@ -93,7 +93,7 @@ FLIGHT: Final = (
     Case(
         name="memory that a step writes is not free when its sequence is dropped",
         entries=("B11",),
-        law="law 3 (no reuse in flight)",
+        law="law 2 (named holders)",
         streams="adversarial",
         seeds=SCHEDULES,
         fault=planted("fence skipped"),
@@ -175,11 +175,12 @@ FLIGHT: Final = (
     Case(
         name="a closed sequence keeps its row while a step names it",
         entries=("B43",),
-        law="replay",
+        law="law 18 (steps in order)",
         fault=Fault(
             "a row is free as soon as its sequence closes",
             "kvstate/manager.py",
-            "        if seq.state == CLOSED.code:\n            self._retire(seq)\n        self",
+            "        if seq.state == CLOSED.code:\n            self._retire(seq)\n"
+            "        else:\n            seq.forget_tokens()\n        self",
             "        self._retire(seq)\n        self",
             "B43",
         ),
@@ -196,7 +197,7 @@ FLIGHT: Final = (
     Case(
         name="what comes late for a dropped sequence means nothing",
         entries=("B52",),
-        law="legal call refused",
+        law="law 18 (steps in order)",
         fault=planted("the old generation is kept: late steps still count"),
         config=config(),
         program=(
@@ -214,7 +215,7 @@ FLIGHT: Final = (
     Case(
         name="what a step was issued with is not rewritten by what follows",
         entries=("S01", "B83"),
-        law="law 9 (a failed load is unreadable)",
+        law="law 18 (steps in order)",
         fault=Fault(
             "the numbers of a step in flight are written over",
             "kvstate/sequence.py",
@@ -450,7 +451,7 @@ FLIGHT: Final = (
     Case(
         name="tokens that were rejected are taken back, no more and no less",
         entries=("B113",),
-        law="model",
+        law="law 18 (steps in order)",
         fault=planted("rejected tokens stay counted"),
         config=config(),
         program=(

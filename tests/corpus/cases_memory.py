@@ -185,7 +185,7 @@ MEMORY: Final = (
     Case(
         name="memory that was freed is handed to one sequence",
         entries=("B01",),
-        law="legal call refused",
+        law="law 11 (ranges follow)",
         fault=planted("adopted range stays on offer"),
         config=config(),
         program=(
@@ -203,7 +203,7 @@ MEMORY: Final = (
     Case(
         name="a closed sequence is released by one path, once",
         entries=("B04",),
-        law="legal call refused",
+        law="law 11 (ranges follow)",
         fault=planted("range released twice"),
         config=config(slots=0),
         program=(
@@ -223,7 +223,7 @@ MEMORY: Final = (
     Case(
         name="who gets a range does not get the records of who had it",
         entries=("B16",),
-        law="legal call refused",
+        law="law 11 (ranges follow)",
         fault=Fault(
             "an adopted range keeps the records of who had it",
             "kvstate/admission.py",
@@ -247,7 +247,7 @@ MEMORY: Final = (
     Case(
         name="a block that reaches into a frame that stays is not given back",
         entries=("B166",),
-        law="law 19 (contiguity)",
+        law="law 19 (pages)",
         fault=Fault(
             "a shrink rounds down which blocks stay",
             "kvstate/manager.py",
@@ -315,7 +315,7 @@ MEMORY: Final = (
     Case(
         name="frames of rejected drafts are freed with the others",
         entries=("B53",),
-        law="law 2 (named holders)",
+        law="law 1 (payers)",
         fault=Fault(
             "only frames of settled tokens are freed",
             "kvstate/runs.py",
@@ -340,7 +340,7 @@ MEMORY: Final = (
     Case(
         name="a frame that is half full is freed with the others",
         entries=("B55",),
-        law="law 2 (named holders)",
+        law="law 1 (payers)",
         fault=Fault(
             "only frames that are full are freed",
             "kvstate/runs.py",
@@ -364,7 +364,7 @@ MEMORY: Final = (
     Case(
         name="a shrink is never in the way of itself",
         entries=("B122",),
-        law="law 19 (contiguity)",
+        law="law 19 (pages)",
         fault=Fault(
             "a shrink keeps a frame more than it says",
             "kvstate/manager.py",
@@ -409,7 +409,7 @@ MEMORY: Final = (
     Case(
         name="a row that is used again has nothing of who had it",
         entries=("B89",),
-        law="model",
+        law="law 11 (leaving releases)",
         fault=Fault(
             "the lengths of a row are those of who had it",
             "kvstate/core.py",
@@ -456,7 +456,7 @@ MEMORY: Final = (
     Case(
         name="drafts have memory, also those that are rejected",
         entries=("B112",),
-        law="law 19 (contiguity)",
+        law="law 19 (lengths)",
         fault=planted("frontier one frame short"),
         config=config(),
         program=(

@@ -267,7 +267,7 @@ MIRRORS: Final = (
     Case(
         name="what a copy writes is not free when another who said the same has the block",
         entries=("B25",),
-        law="scrub",
+        law="law 3 (slots in flight)",
         streams="adversarial",
         seeds=SCHEDULES,
         fault=AT_ONCE,
@@ -291,7 +291,7 @@ MIRRORS: Final = (
     Case(
         name="what is being written out is held before room is made",
         entries=("B26",),
-        law=HELD,
+        law="law 2 (held blocks)",
         fault=Fault(
             "a write-out does not hold what it writes out",
             "kvstate/reuse.py",

@@ -99,7 +99,7 @@ SHARING: Final = (
     Case(
         name="who is gone by the resume is asked for no bytes",
         entries=("S13", "B29"),
-        law="legal call refused",
+        law="law 8 (all or nothing)",
         fault=Fault(
             "the blocks of the forecast are taken, wherever they are",
             "kvstate/reuse.py",

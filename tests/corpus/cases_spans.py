@@ -134,7 +134,7 @@ SPANS: Final = (
     Case(
         name="a span is not given up under a sequence that maps it",
         entries=("B13",),
-        law="legal call refused",
+        law="law 8 (all or nothing)",
         fault=planted("a span is given up under a sequence that maps it"),
         config=config(frames=4, slots=0),
         program=(
@@ -208,7 +208,7 @@ SPANS: Final = (
     Case(
         name="what its owner leaves to others is not parked with the rest",
         entries=("B07",),
-        law="law 2 (named holders)",
+        law="law 1 (payers)",
         fault=planted("the frames of a span are parked with its owner's range"),
         config=config(slots=0),
         program=(

@@ -495,6 +495,83 @@ FAULTS = (
         "            for medium in node.told[:1]:\n                listener.stored(",
         "B157",
     ),
+    Fault(
+        "nothing is released at the end",
+        "kvstate/manager.py",
+        "        self.ladder.release(0)\n",
+        "",
+    ),
+    Fault(
+        "the end is left to the device",
+        "kvstate/manager.py",
+        "    def _end(self) -> None:\n",
+        "    def _end(self) -> None:\n        if not self.closed:\n            return\n",
+    ),
+    Fault(
+        "a hit is not held while it is copied",
+        "kvstate/reuse.py",
+        '            self.index.hold(last, ("load", transfer.token))\n',
+        "            pass\n",
+        "B79",
+    ),
+    Fault(
+        "what is copied out is not held",
+        "kvstate/reuse.py",
+        '                self.index.hold(node, ("write", token))\n',
+        "                pass\n",
+        "B26",
+    ),
+    Fault(
+        "who is closed is asked for copies of spans",
+        "kvstate/reuse.py",
+        "        if not leaving.low:\n            self.doubles.discard(seq)\n",
+        "",
+    ),
+    Fault(
+        "loads are counted and never taken off",
+        "kvstate/flight.py",
+        "        self.loads -= transfer.loads\n",
+        "",
+    ),
+    Fault(
+        "the gate is too strict",
+        "kvstate/admission.py",
+        "        limit = self.config.max_utilization_for_resume * self.gpu.budget_frames\n",
+        "        limit = 0.8 * self.config.max_utilization_for_resume * self.gpu.budget_frames\n",
+    ),
+    Fault(
+        "addresses that are free are refused",
+        "kvstate/arena.py",
+        "        first = self.addresses.find(extent_frames + self.geometry.guard_frames)\n",
+        "        first = self.addresses.find(extent_frames + 2 * self.geometry.guard_frames)\n",
+    ),
+    Fault(
+        "the last row is refused",
+        "kvstate/admission.py",
+        "        if not self.columns.free:\n",
+        "        if len(self.columns.free) < 2:\n",
+    ),
+    Fault(
+        "an illegal settle lets loads end",
+        "kvstate/stepping.py",
+        "        self._legal(_SETTLE, step)\n        for seq in self._members(step):\n",
+        "        self._legal(_SETTLE, step)\n        if self.flight.loads:\n"
+        "            self.flight.poll()\n        for seq in self._members(step):\n",
+    ),
+    Fault(
+        "a parent's host copy is given up before its children's",
+        "kvstate/blocks.py",
+        "        and node.host_children == taken\n"
+        "        and (node.owner is not None or len(node.children) == cut)\n    )\n\n\n"
+        "def entry(node: Node) -> Entry:\n"
+        '    """What the queue of victims has for a block."""\n'
+        "    return node.used, -node.ordinal, node.serial, node\n",
+        "        and (node.owner is not None or len(node.children) == cut)\n    )\n\n\n"
+        "def entry(node: Node) -> Entry:\n"
+        '    """What the queue of victims has for a block."""\n'
+        "    return node.used, node.ordinal, node.serial, node\n",
+        "B146",
+    ),
 )  # fmt: skip
 
 SEEN_BY_CASES = (
@@ -504,13 +581,6 @@ SEEN_BY_CASES = (
         "        mapped = span is not None and span.users\n",
         "        mapped = False\n",
         "B116",
-    ),
-    Fault(
-        "a hit is not held while it is copied",
-        "kvstate/reuse.py",
-        '            self.index.hold(last, ("load", transfer.token))\n',
-        "            pass\n",
-        "B79",
     ),
     Fault(
         "a rewind does not wait for who copies its pages",
