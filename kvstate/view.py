@@ -174,7 +174,7 @@ def _transfers(kv: Manager) -> list[TransferFact]:
     return [
         TransferFact(
             token=item.token,
-            uid=None if item.seq is None else item.seq.uid,
+            uid=None if item.seq is None or item.keeps else item.seq.uid,
             life=item.life,
             outward=item.outward,
             inward=item.inward,

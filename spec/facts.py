@@ -98,7 +98,7 @@ class TransferFact:
 
     token: int
     uid: int | None
-    """The sequence whose bytes it moves; None if they are canonical pages, of several perhaps."""
+    """The sequence whose bytes it moves; None if it keeps canonical pages, of several perhaps."""
     life: int
     """The life of the sequence in which it was issued."""
     outward: bool

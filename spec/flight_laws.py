@@ -73,8 +73,11 @@ def fences_wait_for_steps(view: View) -> Iterator[str]:
 
 def transfers_have_their_memory(view: View) -> Iterator[str]:
     """A copy's memory on the GPU is the sequence's that waits for it, or is behind a fence; only
-    copies to the host, and fences, may be of memory that others have. It names each range once."""
+    copies to the host, and fences, may be of memory that others have. It names each range once, and
+    is of a sequence unless it keeps canonical pages."""
     for copy in view.transfers:
+        if copy.keeps != (copy.uid is None):
+            yield f"transfer {copy.token} is of sequence {copy.uid}, keeps pages: {copy.keeps}"
         fact, seq = view.range_of.get(copy.range), view.by_uid.get(copy.uid)
         waited = seq is not None and seq.transfer == copy.token
         if fact is None:

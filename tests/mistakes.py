@@ -70,9 +70,8 @@ def opened(config: dict[str, Any], streams: str = "eager") -> Iterator[Manager]:
     try:
         yield kv
     finally:
-        if not kv.closed:
-            kv.life.close()
-        kv.device.close()
+        kv.life.poison("its books are wrong")
+        kv.close()
 
 
 def found(error: LawViolation, law: str, says: str) -> bool:

@@ -17,7 +17,7 @@ from kvstate import Manager, Sequence
 from kvstate.act import Actor
 from kvstate.admission import Admission
 from kvstate.arena import Addresses, Arena
-from kvstate.blocks import Node
+from kvstate.blocks import Loss, Node
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Identity
@@ -135,9 +135,9 @@ def _reject(kv: Manager) -> None:
     kv.settle(first, [1])
 
 
-def _keeps_doubles(right: Callable[..., None], reuse: Reuse, leaving: Any) -> None:
+def _keeps_doubles(right: Callable[..., None], reuse: Reuse, leaving: Any, why: Loss) -> None:
     before = set(reuse.doubles)
-    right(reuse, leaving)
+    right(reuse, leaving, why)
     reuse.doubles |= before
 
 
@@ -261,7 +261,7 @@ FLIGHT: Final = (
     Mistake("what has arrived stays unreadable",
             around(Flight, "_of_sequence", _without("loading")), _round_trip,
             "a failed load is unreadable", "pages loading; filled: False"),
-    Mistake("who reads a slot is not noted", around(Reuse, "onboard", _readers_lost),
+    Mistake("who reads a slot is not noted", around(Reuse, "_reading", _readers_lost),
             _hit_on_the_host, "a hit stays", "the books say {}", {"spans": "off"}, "latest"),
     Mistake("a copy does not say which slots it has", around(Flight, "issue", _half),
             lambda kv: said(kv, PROMPT).suspend(), "slots in flight", "no transfer names it"),

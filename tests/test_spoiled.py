@@ -31,7 +31,7 @@ UNNOTICED: Final = {
        "transfers", "blocks", "free_rows", "pool_ids")},
     **{(f"Work.{name}", "two swapped"): A_SET for name in ("reads", "writes", "waits")},
     ("Work.waits", "one twice"): A_SET,
-    ("Ledger.work", "two swapped"): A_SET,
+    ("TransferFact.sources", "two swapped"): A_SET,
     ("Ledger.work", "one less"): PASSED,
     ("Ledger.work", "the first less"): PASSED,
     ("Work.copy", "becomes None"): "then it is work of the engine's own, of which nobody has books",
