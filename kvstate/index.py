@@ -374,6 +374,7 @@ class Index(Telling):
             assert node.root is not None
             if node.root.identity.weights_epoch == self.epoch:
                 self._note(node, Loss.CLEARED)
+                node.uncopied = False
         self.epoch += 1
         if self.uncopied is not None:
             self.uncopied = Uncopied()

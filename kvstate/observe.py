@@ -18,7 +18,7 @@ from typing import Any, Final, TypeVar
 
 import numpy as np
 
-from kvstate.blocks import CPU, GPU
+from kvstate.blocks import CPU, GPU, Lost
 from kvstate.errors import (
     ArgumentError,
     CapacityError,
@@ -95,6 +95,8 @@ class LawKeeper:
         self.kv, self.asked = kv, asked
         self.seen: View | None = check_laws(kv, asked)
         """What was there after the last call; None if that was cut short."""
+        self._losses: list[Lost] = []
+        kv.reuse.index.mourners += (self._losses,)
         self._call = kv.flight.call
 
     def after(self, name: str, args: Mapping[str, Any], error: BaseException | None) -> None:
@@ -104,8 +106,11 @@ class LawKeeper:
         if kv.actor.fault is not None or kv.closed:
             return
         self.seen = check_laws(kv, self.asked)
+        losses = {lost.serial: lost.why.value for lost in self._losses}
+        self._losses.clear()
         if before is None:
             return
+        _check("loss", self.asked, before, self.seen, losses)
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
             ended = [end for end in kv.flight.ended if end.call > call]

@@ -57,6 +57,8 @@ def view(kv: Manager) -> View:
         doubles=frozenset(seq.uid for seq in kv.reuse.doubles),
         copying=frozenset(_copying(kv)),
         reuses=kv.reuse.enabled,
+        mirrors=kv.mirrors is not None,
+        epoch=kv.reuse.epoch,
         sequences=tuple(_sequence(seq) for seq in kv.sequences.values()),
         ranges=tuple(_ranges(kv)),
         spans=tuple(_spans(kv)),
@@ -112,6 +114,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             parent=None if node.parent is None else node.parent.serial,
             ordinal=node.ordinal,
             tenant=node.root.identity.code,
+            epoch=node.root.identity.weights_epoch,
             key=node.key,
             owner=node.owner.uid if isinstance(node.owner, Sequence) else None,
             span=node.owner.number if isinstance(node.owner, Span) else None,
@@ -120,6 +123,7 @@ def _blocks(kv: Manager) -> list[BlockFact]:
             landed=node.landed,
             holders=frozenset(node.holders),
             line=tuple(kv.reuse.lines.get(node, ())),
+            waits=node.uncopied,
         )
         for node in kv.reuse.index
         if node.root is not None

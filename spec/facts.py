@@ -137,6 +137,8 @@ class BlockFact:
     parent: int | None
     ordinal: int
     tenant: bytes
+    epoch: int
+    """Of the weights that its bytes are of."""
     key: bytes
     """Its token ids, as bytes."""
     owner: int | None
@@ -151,6 +153,8 @@ class BlockFact:
     holders: frozenset[tuple[str, int]]
     line: tuple[int, ...]
     """Sequences with pages of their own of the same tokens, the first in line first."""
+    waits: bool
+    """It waits for a copy on the host."""
 
 
 @frozen
@@ -301,6 +305,10 @@ class View:
     copying: frozenset[int]
     """Sequences that have such copies."""
     reuses: bool
+    mirrors: bool
+    """Whether every canonical page is to have a copy on the host."""
+    epoch: int
+    """Of the weights: how often what can be found was cleared."""
     sequences: tuple[SequenceFact, ...]
     ranges: tuple[RangeFact, ...]
     spans: tuple[SpanFact, ...]

@@ -1,0 +1,126 @@
+"""What must hold of what can be found: the last copy of a block goes for a reason that is one, and
+what is to have a copy on the host gets it.
+
+Each function here is the law of its name in `laws.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Final
+
+from kvstate.spec import host, page, sequence
+from kvstate.spec.facts import BlockFact, View
+from kvstate.spec.memory_laws import code_at
+
+_CLOSED: Final = (sequence.CLOSING.code, None)
+_GONE: Final = (*_CLOSED, sequence.DROPPED.code)
+_LOADING: Final = (page.LOADING_COMMITTED.code, page.LOADING_PRIVATE.code)
+
+
+def nothing_is_forgotten(before: View, after: View, losses: Mapping[int, str]) -> Iterator[str]:
+    """A block that could be found can be found until its loss was told, with a reason that is seen
+    to be so: what somebody asked for, or that there was no room, or a copy that failed."""
+    for block in before.blocks:
+        why, stays = losses.get(block.name), block.name in after.block_of
+        if block.epoch != before.epoch:
+            continue
+        if why is None and not stays:
+            yield f"block {block.ordinal} is forgotten, and no reason was told"
+        if why == "cleared" and after.epoch == before.epoch:
+            yield f"block {block.ordinal} is said to be cleared, and nothing was"
+        if why not in (None, "cleared"):
+            if stays:
+                yield f"block {block.ordinal} is said to be {why}, and is still there"
+            elif not _REASONS.get(why or "", _never)(before, after, block, losses):
+                yield f"block {block.ordinal} is said to be {why}, and that is not so"
+
+
+def _never(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    return False
+
+
+def _evicted(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """Only the host had it, or parked memory behind what only the host had."""
+    return block.slot is not None or block.range is not None
+
+
+def _cut(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """The block before it went too, and not because it was cleared."""
+    return block.parent is not None and losses.get(block.parent, "cleared") != "cleared"
+
+
+def _closed(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """Its sequence was closed, and the host had no slot for it: none is free but those of blocks
+    that have gone in the same call."""
+    slots = sum(name in losses and one.slot is not None for name, one in before.block_of.items())
+    full = after.host_counts[host.FREE.code] <= slots
+    return _state(after, block) in _CLOSED and block.slot is None and full
+
+
+def _dropped(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """Its sequence was dropped while only the GPU had it."""
+    owner = before.by_uid.get(block.owner)
+    on_gpu = owner is not None and owner.state == sequence.ACTIVE.code and block.slot is None
+    return on_gpu and _state(after, block) in _GONE
+
+
+def _unarrived(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """Its sequence left while a copy was to bring it."""
+    owner = before.by_uid.get(block.owner)
+    return owner is not None and code_at(owner.pages, block.ordinal) in _LOADING
+
+
+def _rewound(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """Its sequence has taken its tokens back."""
+    owner, end = after.by_uid.get(block.owner), (block.ordinal + 1) * after.tokens_per_block
+    return owner is not None and owner.known < end
+
+
+def _failed(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """A copy that was to write it has ended, or none could be begun by a sequence that leaves."""
+    ended = before.transfer_of.keys() - after.transfer_of.keys()
+    named = (before.transfer_of[token] for token in ended)
+    written = any(block.name in copy.blocks or copy.uid == block.owner for copy in named)
+    return written or _state(after, block) in _GONE
+
+
+def _spilled(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+    """A span or a parked range had it."""
+    return block.span is not None or block.range is not None
+
+
+_REASONS: Final = {
+    "evicted": _evicted, "cut": _cut, "closed": _closed, "dropped": _dropped,
+    "unarrived": _unarrived, "rewound": _rewound, "failed": _failed, "spilled": _spilled,
+}  # fmt: skip
+"""When a reason is one."""
+
+
+def _state(view: View, block: BlockFact) -> int | None:
+    """What has become of the sequence that had a block; None if it is gone."""
+    owner = view.by_uid.get(block.owner)
+    return None if owner is None else owner.state
+
+
+def copies_are_awaited(view: View) -> Iterator[str]:
+    """Where all canonical pages are to have a copy on the host, one that can be read and has none
+    waits for it. Nothing else waits, and no block is of weights to come."""
+    for block in view.blocks:
+        present = block.epoch == view.epoch
+        if block.epoch > view.epoch:
+            yield f"block {block.ordinal} is of epoch {block.epoch}, the weights of {view.epoch}"
+        if block.waits and not (view.mirrors and present):
+            yield f"block {block.ordinal} waits for a copy that is not to be made"
+        wanted = view.mirrors and present and block.slot is None and _readable(view, block)
+        if wanted and not block.waits:
+            yield f"only the GPU has block {block.ordinal}, and it waits for no copy"
+
+
+def _readable(view: View, block: BlockFact) -> bool:
+    """The canonical page of a block can be read on the GPU."""
+    owner = view.by_uid.get(block.owner)
+    if owner is None:
+        return block.span is not None or block.range is not None
+    committed = code_at(owner.pages, block.ordinal) == page.COMMITTED.code
+    return committed and owner.state == sequence.ACTIVE.code
