@@ -17,7 +17,7 @@ from typing import Any, Final
 import pytest
 
 from kvstate.device import Completion, CopyRun, Direction
-from kvstate.errors import ConfigError
+from kvstate.errors import ArgumentError
 from kvstate.gpu.host import PAGE_BYTES, HostDevice
 from tests.device.factories import (
     ROW_BYTES,
@@ -167,7 +167,7 @@ def test_unreserving_gives_all_addresses_back(eager: Rig) -> None:
 def test_a_device_that_could_not_be_opened_goes_quietly(monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[Any] = []
     monkeypatch.setattr(sys, "unraisablehook", seen.append)
-    with pytest.raises(ConfigError):
+    with pytest.raises(ArgumentError):
         HostDevice(streams="lazy")
     gc.collect()
     assert not seen
