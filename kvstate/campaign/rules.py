@@ -205,12 +205,13 @@ def _create(player: Player, random: Random) -> trace.AnyCall | None:
     name, blocks = player.next_name(), -(-tokens // player.config.tokens_per_block)
     if random.random() < 0.4:
         player.planned.append(trace.Resume(seq=name, stream=random.randrange(STREAMS)))
-    if random.random() < 0.9:  # else it may have a key of a block that it never has
+    commit, chance = random.random() < 0.8, random.random()
+    if chance < 0.97:  # else it may have a key of a block that it never has
         kept = {at: extra for at, extra in like.extra_keys.items() if int(at) < blocks}
         like = replace(like, extra_keys=kept)
     return replace(
-        like, seq=name, max_tokens=tokens, prompt=prompt, commit=random.random() < 0.8,
-        reserve=random.random() < 0.15, fail={}, error=None,
+        like, seq=name, max_tokens=tokens, prompt=prompt, commit=commit, reserve=chance < 0.15,
+        fail={}, error=None,
     )  # fmt: skip
 
 
