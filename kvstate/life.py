@@ -97,9 +97,15 @@ class Life:
         """A public call begins, from that frame. Raises DeviceFault if it is poisoned, and
         IllegalTransition if it is not to be called now, or not by this thread."""
         self.look(event, caller)
-        if _CALL.decide(self) is None:
+        if not self.enter_call():
             raise self._refusal(event)
-        self._fire(_CALL)
+
+    def enter_call(self) -> bool:
+        """Something begins that is like a call, whoever asks for it; false if nothing may."""
+        chosen = _CALL.decide(self)
+        if chosen is not None:
+            self._go(_CALL, chosen.code)
+        return chosen is not None
 
     def look(self, event: str, caller: FrameType | None) -> None:
         """Something is read that the manager's calls change, whatever else has become of it.
@@ -127,7 +133,7 @@ class Life:
     def end(self) -> None:
         """A public call is over."""
         if self.state in _RUNNING:
-            self._fire(_RETURN)
+            self._go(_RETURN, OPEN.code)
 
     def cut(self, error: BaseException, event: str, subject: object) -> None:
         """A public call about something has raised. If that is no error of its own and it has begun
@@ -188,6 +194,13 @@ class Life:
                 )
             frame = frame.f_back
         return None
+
+    def _go(self, event: ObjectEvent, target: int) -> None:
+        """Fire what every call fires: only written, unless somebody counts."""
+        if self._coverage is None:
+            self.state = target
+        else:
+            self._fire(event)
 
     def _fire(self, event: ObjectEvent) -> None:
         plan = Plan(self.coverage, None)

@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable
-from contextlib import suppress
 from functools import wraps
-from inspect import BoundArguments, Signature, signature
+from inspect import Signature, signature
 from threading import get_ident
 from typing import Any, Final, TypeVar
 
@@ -45,6 +44,7 @@ PUBLIC: Final = (
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
+_LOOKED_AT: Final = (OPEN.code, POISONED.code)
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -107,9 +107,11 @@ class OrderKeeper:
 
     def after(self, result: object) -> str | None:
         """It has returned or raised; what was found that its caller is to be told."""
-        with suppress(LawViolation):  # it is remembered, as any other that came up in the call
+        try:
             if isinstance(result, Step):
                 self._step(result)
+        except LawViolation:
+            pass  # it is remembered, as any other that came up in the call
         self.order.end()
         found, self.order.fresh = self.order.fresh, None
         return found
@@ -220,13 +222,6 @@ class Watch:
         self.lost: list[str] = []
         """What has failed, in words."""
 
-    @property
-    def looks(self) -> bool:
-        """A call that begins now is one to look at: not from inside another, nor from anybody who
-        has nothing to say here."""
-        life = self.kv.life
-        return life.state in (OPEN.code, POISONED.code) and get_ident() == life.thread
-
     def before(self, event: str, subject: object) -> None:
         """A call is about to begin."""
         if self.order is not None:
@@ -239,13 +234,12 @@ class Watch:
     ) -> None:  # fmt: skip
         """It has returned or raised. Raises LawViolation. Who looks makes no calls meanwhile."""
         life = self.kv.life
-        if life.state == OPEN.code:
-            life.begin(event, None)
+        life.enter_call()
         try:
             found = self._ask("order", self.order.after, result) if self.order else None
             if self.recorder is not None:
-                self._ask("recorder", self._record, event, names.bind(*args, **named), result,
-                          LawViolation([found]) if found else error)  # fmt: skip
+                told = LawViolation([found]) if found else error
+                self._ask("recorder", self._record, event, names, args, named, result, told)
             if self.laws is not None:
                 self._ask("laws", self.laws.after, error)
             if found:
@@ -262,8 +256,12 @@ class Watch:
         if self.laws is not None:
             self.laws.seen = None
 
-    def _record(self, event: str, bound: BoundArguments, result: Any, error: Any) -> None:
+    def _record(
+        self, event: str, names: Signature, args: tuple[Any, ...], named: dict[str, Any],
+        result: Any, error: KvStateError | None,
+    ) -> None:  # fmt: skip
         assert self.recorder is not None
+        bound = names.bind(*args, **named)
         bound.apply_defaults()
         self.recorder.after(event, bound.arguments, result, error)
 
@@ -293,12 +291,12 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
 
 
 def _observed(method: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
-    names = signature(method)
+    names, life = signature(method), watch.kv.life
 
     @wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        if not watch.looks:
-            return method(*args, **named)
+        if life.state not in _LOOKED_AT or get_ident() != life.thread:
+            return method(*args, **named)  # is refused: there is nothing to see
         watch.before(name, args[0] if args else next(iter(named.values()), None))
         try:
             result = method(*args, **named)
