@@ -40,8 +40,8 @@ from kvstate.tiers import FrameBudget, HostSlots
 log = logging.getLogger("kvstate")
 T = TypeVar("T")
 
-_ROUNDS: Final = 4
-"""How often a call looks for what its plan is short of."""
+_ROUNDS: Final = (3, 2, 1, 0)
+"""How often a call may still look for what its plan is short of."""
 _NOTHING: Final = object()
 
 
@@ -114,7 +114,7 @@ class Core:
         What is found is there for good, and the one quiesce is made once: a few rounds are enough
         for a plan that came to use another range.
         """
-        for left in reversed(range(_ROUNDS)):
+        for left in _ROUNDS:
             chosen = event.decide(seq)
             if chosen is None:
                 raise illegal_object(event, seq)

@@ -4,7 +4,8 @@ A call that returns, or raises an error of ours, has done all of it or nothing. 
 (KeyboardInterrupt, MemoryError, RecursionError, whatever a signal handler raises) may come between
 any two lines. If nothing was changed by then the manager is as it was, else it is poisoned: see
 `spec/manager.py`. The guard itself is one comparison of a byte, one of the thread, and two writes
-of that byte; the rows are fired one by one only where somebody counts them.
+of that byte; the rows are fired one by one only where somebody counts them. Between the look at the
+byte and its first write nothing is called, so nobody else can get in between.
 
 A guard has the parameters of the method that it guards and passes them on one by one, so it is made
 as source. Rejected: `*args, **named`, which costs three times as much as the rest of it. Locks,
@@ -22,21 +23,21 @@ from typing import Any, Final, Protocol, TypeVar
 
 from kvstate.device import Device
 from kvstate.life import GUARDS, Life
-from kvstate.spec.manager import CALLING, CHANGING, OPEN
+from kvstate.spec.manager import CALLING, OPEN
 
 _OPEN: Final = OPEN.code
 _GUARD: Final = f"""
 def {{event}}({{given}}):
-    life = self.life
-    if life.state or get_ident() != life.at_once:
-        life.begin({{event!r}}, caller())
+    life, caller = self.life, get_ident()
+    if life.state or caller != life.at_once:
+        life.begin({{event!r}}, frame())
     life.state = {CALLING.code}
     try:
         result = method({{passed}})
     except BaseException as error:
         life.cut(error, {{event!r}}, {{subject}})
         raise
-    if life.state > {CHANGING.code} or life.at_once is None:
+    if life.at_once is None:
         life.end()
     else:
         life.state = {OPEN.code}
@@ -62,7 +63,7 @@ def guarded(method: C) -> C:
         passed=", ".join([*places, *(f"{word}={word}" for word in words)]),
         subject=places[1] if len(places) > 1 else "None",
     )
-    scope: dict[str, Any] = {"method": method, "get_ident": get_ident, "caller": _caller}
+    scope: dict[str, Any] = {"method": method, "get_ident": get_ident, "frame": _caller}
     exec(compile(text, SOURCE, "exec"), scope)
     call: Any = scope[event]
     call.__defaults__, call.__kwdefaults__ = _defaults(named)
@@ -116,7 +117,8 @@ def ending(method: Callable[[E], None]) -> Callable[[E], None]:
             method(self)
         finally:
             self.device.close()
-            life.close()
+            if not life.closed:
+                life.close()
 
     return known(call)
 

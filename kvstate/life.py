@@ -32,7 +32,9 @@ _RETURN: Final = MACHINES.object("manager.return")
 _POISON: Final = MACHINES.object("manager.poison")
 _FORK: Final = MACHINES.object("manager.fork")
 _CLOSE: Final = MACHINES.object("manager.close")
-_RUNNING: Final = (CALLING.code, CHANGING.code)
+_CALLING: Final = CALLING.code
+_CHANGING: Final = CHANGING.code
+_RUNNING: Final = (_CALLING, _CHANGING)
 
 GUARDS: Final[set[CodeType]] = set()
 """The code in whose frames calls run. Each has `life` among its variables, and the parameters."""
@@ -46,6 +48,9 @@ class Life:
 
     def __init__(self) -> None:
         self.state = OPEN.code
+        self.at_once: int | None = None
+        """The thread whose calls may begin and end without another look while it is OPEN: nobody's,
+        if rows are counted, and from the end on."""
         self.fault: str | None = None
         self._coverage: Coverage | None = None
         self.pid = os.getpid()
@@ -57,13 +62,14 @@ class Life:
 
     def enter(self, code: int) -> None:
         """Change the state."""
+        if code not in (OPEN.code, *_RUNNING):
+            self.at_once = None
         self.state = code
 
     def own(self) -> None:
         """It belongs to the calling thread."""
         self.thread, self.thread_name = get_ident(), current_thread().name
-        self.at_once: int | None = self.thread
-        """The thread whose calls may begin without another look, if it is OPEN."""
+        self.at_once = self.thread
 
     @property
     def coverage(self) -> Coverage | None:
@@ -91,10 +97,15 @@ class Life:
         """A public call begins, from that frame. Raises DeviceFault if it is poisoned, and
         IllegalTransition if it is not to be called now, or not by this thread."""
         self.look(event, caller)
-        chosen = _CALL.decide(self)
-        if chosen is None:
+        if not self.enter_call():
             raise self._refusal(event)
-        self._go(_CALL, chosen.code)
+
+    def enter_call(self) -> bool:
+        """Something begins that is like a call, whoever asks for it; false if nothing may."""
+        chosen = _CALL.decide(self)
+        if chosen is not None:
+            self._go(_CALL, chosen.code)
+        return chosen is not None
 
     def look(self, event: str, caller: FrameType | None) -> None:
         """Something is read that the manager's calls change, whatever else has become of it.
@@ -114,8 +125,10 @@ class Life:
 
     def change(self) -> None:
         """The call that runs begins to change something; nothing, if none runs."""
-        if self.state in _RUNNING:
-            self._go(_CHANGE, CHANGING.code)
+        if self._coverage is not None and self.state in _RUNNING:
+            self._fire(_CHANGE)
+        elif self.state == _CALLING:
+            self.state = _CHANGING
 
     def end(self) -> None:
         """A public call is over."""
@@ -126,7 +139,7 @@ class Life:
         """A public call about something has raised. If that is no error of its own and it has begun
         to change something, nobody knows how far it came."""
         own = isinstance(error, KvStateError) and not isinstance(error, NestedCall)
-        if self.state == CHANGING.code and not own:
+        if self.state == _CHANGING and not own:
             what = _described(event, subject)
             self.poison(f"interrupted: {type(error).__name__} in {what}; close it")
         self.end()
@@ -165,7 +178,7 @@ class Life:
                 "or a callback; call when it has returned"
             )
             raise NestedCall("the manager", event, self.state_name, reason)
-        if self.state == CHANGING.code:
+        if self.state == _CHANGING:
             self.poison("interrupted: a call was cut short on its way out; close it")
         self.end()
 
@@ -183,7 +196,7 @@ class Life:
         return None
 
     def _go(self, event: ObjectEvent, target: int) -> None:
-        """Fire what the hot path only writes: row by row, if somebody counts them."""
+        """Fire what every call fires: only written, unless somebody counts."""
         if self._coverage is None:
             self.state = target
         else:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from functools import wraps
 from inspect import Signature, signature
 from threading import get_ident
@@ -55,9 +54,10 @@ PUBLIC: Final = (
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
+NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
 _SNAPSHOTS: Final = 5
 """One of this number of batches is followed by a snapshot."""
-NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
+_LOOKED_AT: Final = (OPEN.code, POISONED.code)
 LEAVING: Final = ("suspend", "drop", "close_sequence")
 """Those with which a sequence leaves its GPU memory."""
 
@@ -144,9 +144,11 @@ class OrderKeeper:
 
     def after(self, result: object) -> str | None:
         """It has returned or raised; what was found that its caller is to be told."""
-        with suppress(LawViolation):  # it is remembered, as any other that came up in the call
+        try:
             if isinstance(result, Step):
                 self._step(result)
+        except LawViolation:
+            pass  # it is remembered, as any other that came up in the call
         self.order.end()
         found, self.order.fresh = self.order.fresh, None
         return found
@@ -268,13 +270,6 @@ class Watch:
         self.lost: list[str] = []
         """What has failed, in words."""
 
-    @property
-    def looks(self) -> bool:
-        """A call that begins now is one to look at: not from inside another, nor from anybody who
-        has nothing to say here."""
-        life = self.kv.life
-        return life.state in (OPEN.code, POISONED.code) and get_ident() == life.thread
-
     def before(self, event: str, subject: object) -> None:
         """A call is about to begin."""
         if self.order is not None:
@@ -287,17 +282,16 @@ class Watch:
     ) -> None:  # fmt: skip
         """It has returned or raised. Raises LawViolation. Who looks makes no calls meanwhile."""
         life = self.kv.life
-        if life.state == OPEN.code:
-            life.begin(event, None)
+        life.enter_call()
         try:
-            given = names.bind(*args, **named)
-            given.apply_defaults()
             found = self._ask("order", self.order.after, result) if self.order else None
+            looking = self.recorder is not None or self.laws is not None
+            given = _given(names, args, named) if looking else {}
             if self.recorder is not None:
                 told = LawViolation([found]) if found else error
-                self._ask("recorder", self.recorder.after, event, given.arguments, result, told)
+                self._ask("recorder", self.recorder.after, event, given, result, told)
             if self.laws is not None:
-                self._ask("laws", self.laws.after, event, given.arguments, error)
+                self._ask("laws", self.laws.after, event, given, error)
             if found:
                 raise LawViolation([found])
         except BaseException as cut:
@@ -324,6 +318,12 @@ class Watch:
             return None
 
 
+def _given(names: Signature, args: tuple[Any, ...], named: dict[str, Any]) -> Mapping[str, Any]:
+    bound = names.bind(*args, **named)
+    bound.apply_defaults()
+    return bound.arguments
+
+
 def _warning(leave: Callable[..., None]) -> Callable[..., None]:
     """Warn of tensors that are still held when their sequence has left the memory under them."""
 
@@ -338,12 +338,12 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
 
 
 def _observed(method: Callable[..., Any], name: str, watch: Watch) -> Callable[..., Any]:
-    names = signature(method)
+    names, life = signature(method), watch.kv.life
 
     @wraps(method)
     def call(*args: Any, **named: Any) -> Any:
-        if not watch.looks:
-            return method(*args, **named)
+        if life.state not in _LOOKED_AT or get_ident() != life.thread:
+            return method(*args, **named)  # is refused: there is nothing to see
         watch.before(name, args[0] if args else next(iter(named.values()), None))
         try:
             result = method(*args, **named)

@@ -189,6 +189,7 @@ class Stepping(Core):
         open_block = self.columns.open_block[seq.row]
         ids = np.concatenate([open_block[: known % block], ids])
         whole = len(ids) - len(ids) % block
+        self.life.change()
         plan = self.flight.plan()
         self._name(plan, seq, [ids[at : at + block].tobytes() for at in range(0, whole, block)])
         self.flight.settle(plan)
@@ -207,7 +208,6 @@ class Stepping(Core):
         naming = self.reuse.naming(seq, keys)
         plan.operands = naming.operands
         plan.move(_COMMIT, seq)
-        self.life.change()
         seq.keys += keys
         self.reuse.named(seq, naming)
 

@@ -68,8 +68,8 @@ CUT_FAULTS: Final = (
     CutFault(
         "the device is closed only if all went well",
         "kvstate/guard.py",
-        "        finally:\n            self.device.close()\n            life.close()\n",
-        "        finally:\n            life.close()\n        self.device.close()\n",
+        "        finally:\n            self.device.close()\n",
+        "            self.device.close()\n        finally:\n",
         call="end",
         wrong="left open",
     ),
