@@ -1,41 +1,35 @@
-"""A publisher that is let go of, one that is not drained, snapshots, and why a block is gone."""
+"""A publisher that is let go of, one that is not drained, a drain that is cut off; snapshots."""
 
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 from itertools import count
 from types import FrameType
-from typing import Any, cast
+from typing import Any
 from weakref import ref
 
 import pytest
 
-from kvstate import Manager
 from kvstate.blocks import Loss, Node
-from kvstate.errors import ConfigError, IllegalTransition, TraceError
+from kvstate.errors import IllegalTransition, TraceError
 from kvstate.events import (
     FORMATS,
     LOST,
     SNAPSHOT,
     AllBlocksCleared,
-    BlockRemoved,
     BlockStored,
     Event,
     Numbered,
     decode,
 )
-from kvstate.gpu import HostDevice
 from kvstate.index import Index
 from kvstate.keys import Identity
 from kvstate.publisher import MOST_PENDING_BLOCKS, Publisher
 from kvstate.replica import Replica, replay
-from tests.conftest import Open, small
+from tests.conftest import Open
 from tests.test_events import OWNER, drained, extend, index_with
-from tests.test_retained import begun
 from tests.test_reuse import PROMPT, go_on, said
 
 IDS = (1, 2, 3, 4, 5, 6)
@@ -369,327 +363,3 @@ def test_a_publisher_that_was_closed_has_no_snapshot() -> None:
     with pytest.raises(IllegalTransition, match="the events: snapshot is illegal in state CLOSED"):
         publisher.snapshot()
     assert len(drained(publisher)) == 1, "what it had heard can still be drained"
-
-
-# Why a block is gone.
-
-
-def reasons(kv: Manager, program: Callable[[Manager], object]) -> list[tuple[str, str, int]]:
-    """What a program removes: (medium, reason, blocks), in the order in which it is told."""
-    events = kv.events()
-    program(kv)
-    told = [e for e in _events(events) if isinstance(e, BlockRemoved)]
-    assert all(isinstance(event.reason, str) for event in told)
-    return [(e.medium, str(e.reason), len(e.block_hashes)) for e in told]
-
-
-def _events(publisher: Publisher) -> list[Event]:
-    """What can be read of it off the wire."""
-    batches = [decode(*publisher.encode(batch)) for batch in publisher.drain()]
-    return [event for numbered in batches for event in numbered.batch.events]
-
-
-def _failed(kv: Manager) -> None:
-    cast("HostDevice", kv.device).fail_next("complete")
-    said(kv, PROMPT).suspend()
-    kv.poll()
-
-
-def _mirrored(kv: Manager) -> Any:
-    seq = said(kv, PROMPT)
-    kv.poll()
-    kv.poll()
-    return seq
-
-
-def _computed_again(kv: Manager) -> Any:
-    """The host has four blocks that nobody has; two are computed again, with other bytes."""
-    said(kv, PROMPT).close()
-    kv.poll()
-    seq = kv.create([0], 16)
-    seq.resume()
-    go_on(kv, seq, PROMPT[:4])
-    kv.poll()
-    return seq
-
-
-def _closed_and(last: Callable[[Manager], object], kv: Manager) -> None:
-    said(kv, PROMPT).close()
-    last(kv)
-
-
-def _moved(kv: Manager) -> None:
-    """A rewind into memory that another maps goes on in another range."""
-    first = said(kv, PROMPT)
-    kv.create([*PROMPT[:4], 9], 16).resume()
-    first.rewind(1)
-
-
-def _behind_the_host(kv: Manager) -> None:
-    """Only parked memory has the block behind those of the host, which wants their room (see
-    tests/test_retained.py)."""
-    first, second = begun(kv, PROMPT), begun(kv, PROMPT)
-    go_on(kv, first, PROMPT[:4])
-    hog = kv.create(max_tokens=8, commit=False)
-    hog.resume()
-    go_on(kv, hog, [7] * 8)
-    first.drop()
-    go_on(kv, second, PROMPT[:6])
-    second.close()
-    kv.poll()
-    hog.suspend()
-
-
-def _pressed(kv: Manager) -> None:
-    said(kv, PROMPT).close()
-    kv.poll()
-    said(kv, [7] * 8).close()
-
-
-def _left_while_loading(kv: Manager) -> None:
-    """The owner leaves, and then the one whose copy of it is on its way."""
-    owner = said(kv, PROMPT)
-    taker = kv.create([*PROMPT, 7], 16)
-    taker.resume()
-    owner.drop()
-    taker.close()
-
-
-LEFT = ("GPU", "closed", 4)
-PROGRAMS: dict[str, tuple[dict[str, Any], Callable[[Manager], object], list[Any]]] = {
-    "closed": ({"slots": 0}, lambda kv: said(kv, PROMPT).close(), [LEFT]),
-    "closed, and kept": ({}, lambda kv: said(kv, PROMPT).close(), [LEFT]),
-    "dropped": ({}, lambda kv: said(kv, PROMPT).drop(), [("GPU", "dropped", 4)]),
-    "rewound": ({}, lambda kv: said(kv, PROMPT).rewind(3), [("GPU", "rewound", 3)]),
-    "rewound, and moved": ({}, _moved, [("GPU", "rewound", 2)]),
-    "evicted, what was retained behind it": (
-        {"retain": True, "spans": "off", "slots": 4, "write_through": "on_commit"},
-        _behind_the_host,
-        [
-            ("GPU", "dropped", 2),
-            ("CPU", "evicted", 1),
-            ("GPU", "evicted", 1),
-            ("CPU", "evicted", 2),
-        ],
-    ),
-    "evicted": ({"slots": 4}, _pressed, [LEFT, ("CPU", "evicted", 4), LEFT]),
-    "suspended": (
-        {"write_through": "on_commit"},
-        lambda kv: _mirrored(kv).suspend(),
-        [("CPU", "suspended", 4)],
-    ),
-    "failed": ({}, _failed, [("GPU", "failed", 4)]),
-    "spilled": (
-        {"spans": "all", "slots": 0},
-        partial(_closed_and, Manager.trim),
-        [("GPU", "spilled", 4)],
-    ),
-    "spilled, what a range retained": (
-        {"retain": True, "slots": 0, "spans": "off"},
-        partial(_closed_and, Manager.trim),
-        [("GPU", "spilled", 4)],
-    ),
-    "unarrived": ({"slots": 0, "spans": "off"}, _left_while_loading, [("GPU", "unarrived", 4)]),
-    "replaced": ({}, _computed_again, [LEFT, ("CPU", "replaced", 2)]),
-    "cut": (
-        {},
-        lambda kv: _computed_again(kv).drop(),
-        [LEFT, ("CPU", "replaced", 2), ("CPU", "cut", 2), ("GPU", "dropped", 2)],
-    ),
-    "cleared": ({}, partial(_closed_and, Manager.clear_reuse), [LEFT]),
-}
-
-
-@pytest.mark.parametrize("name", PROGRAMS)
-def test_a_removal_says_why(open_manager: Open, name: str) -> None:
-    config, program, wanted = PROGRAMS[name]
-    assert reasons(open_manager(**config), program) == wanted
-
-
-def test_every_reason_is_seen() -> None:
-    seen = {reason for _, _, wanted in PROGRAMS.values() for _, reason, _ in wanted}
-    assert seen | {"cleared"} == set(Loss)
-
-
-def test_a_clear_says_why(open_manager: Open) -> None:
-    kv = open_manager()
-    events = kv.events()
-    said(kv, PROMPT)
-    _events(events)
-    kv.clear_reuse()
-    assert _events(events) == [AllBlocksCleared("cleared")]
-
-
-def test_what_goes_with_its_owner_goes_for_its_reason() -> None:
-    """And what others have below it is cut."""
-    index = index_with()
-    publisher = Publisher(index)
-    first, second = extend(index, 1, 2, 3, 4)
-    (_, _, third) = index.extend(
-        Identity(b"secret"), [first.key, second.key, bytes(8)], "another owner"
-    )
-    names = [index.digest(node) for node in (first, second, third)]
-    drained(publisher)
-    index.lose_owner(first, OWNER, why=Loss.DROPPED)
-    assert drained(publisher) == [
-        BlockRemoved([names[2]], "GPU", reason="cut"),
-        BlockRemoved([names[1], names[0]], "GPU", reason="dropped"),
-    ]
-
-
-# The end.
-
-
-def closed(kv: Manager, publisher: Publisher) -> tuple[list[Event], dict[Any, Any]]:
-    """What a router hears of the close of a manager, and what it knows then."""
-    replica = replay(publisher.drain())
-    assert replica.blocks
-    kv.close()
-    batches = publisher.drain()
-    for batch in batches:
-        replica.apply(batch)
-    kv.close()
-    assert publisher.drain() == []
-    return [event for one in batches for event in one.batch.events], replica.blocks
-
-
-def test_closing_tells_routers() -> None:
-    """A host tier, one sequence of 12 tokens, closed: a router kept three blocks for ever."""
-    kv = Manager(small(block=4), HostDevice())
-    publisher = kv.events()
-    said(kv, list(range(12))).close()
-    kv.poll()
-    assert closed(kv, publisher) == ([AllBlocksCleared("closed")], {})
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        {},
-        {"spans": "all"},
-        {"spans": "all", "write_through": "on_commit"},
-        {"retain": True, "spans": "off"},
-    ],
-)
-def test_closing_with_sequences_open_tells_routers(config: dict[str, Any]) -> None:
-    """Nothing that the host still has is told while the GPU gives its memory back."""
-    kv = Manager(small(**config), HostDevice())
-    publisher = kv.events()
-    _mirrored(kv)
-    said(kv, [7, 7], salt=b"x").suspend()
-    told, known = closed(kv, publisher)
-    assert known == {}
-    assert told[-1] == AllBlocksCleared("closed")
-    assert {event.reason for event in told if isinstance(event, BlockRemoved)} <= {"closed"}
-
-
-def test_a_poisoned_manager_tells_routers_when_it_is_closed() -> None:
-    kv = Manager(small(), HostDevice())
-    publisher = kv.events()
-    said(kv, PROMPT)
-    kv.actor.poison("as a test says")
-    assert closed(kv, publisher) == ([AllBlocksCleared("closed")], {})
-
-
-def test_nothing_is_told_after_the_end() -> None:
-    kv = Manager(small(), HostDevice())
-    publisher = kv.events()
-    said(kv, PROMPT)
-    kv.close()
-    publisher.drain()
-    assert publisher.snapshot()[0].batch.events == [AllBlocksCleared(SNAPSHOT)]
-    assert Publisher(kv.reuse.index).drain() == []
-
-
-# Names.
-
-
-def names(kv: Manager, tokens: list[int], **how: Any) -> list[bytes]:
-    """What routers call the blocks of a prompt."""
-    index = kv.reuse.index
-    return [index.digest(node) for node in said(kv, tokens, **how).nodes]
-
-
-def test_equal_blocks_of_two_managers_have_equal_names(open_manager: Open) -> None:
-    one, other = (open_manager(digest_key=b"of the fleet") for _ in range(2))
-    said(one, [9, 9]).close()
-    how: dict[str, Any] = {"salt": b"s", "adapter": "a", "extra_keys": {1: b"image"}}
-    known = names(one, PROMPT, **how)
-    assert names(other, PROMPT, **how) == known
-    assert len(set(known)) == 4
-
-
-DIFFERENT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
-    "another key": ({"digest_key": b"another"}, {}),
-    "a random key": ({"digest_key": None}, {}),
-    "blocks of another size": ({"block": 4}, {}),
-    "another salt": ({}, {"salt": b"s"}),
-    "an adapter": ({}, {"adapter": 1}),
-    "an image": ({}, {"extra_keys": {0: b"image"}}),
-}
-
-
-@pytest.mark.parametrize("name", DIFFERENT)
-def test_blocks_that_differ_have_other_names(open_manager: Open, name: str) -> None:
-    config, how = DIFFERENT[name]
-    known = names(open_manager(digest_key=b"key"), PROMPT)
-    other = names(open_manager(**{"digest_key": b"key"} | config), PROMPT, **how)
-    assert not set(known) & set(other)
-
-
-def test_other_weights_have_other_names_and_the_same_again_the_same(open_manager: Open) -> None:
-    one, other = (open_manager(digest_key=b"key") for _ in range(2))
-    known = names(one, PROMPT)
-    other.clear_reuse()
-    assert not set(known) & set(names(other, PROMPT))
-    one.clear_reuse()
-    other.clear_reuse()
-    other.clear_reuse()
-    one.clear_reuse()
-    one.clear_reuse()
-    assert names(one, [8, 8]) == names(other, [8, 8])
-
-
-def test_the_names_of_another_process_are_equal(open_manager: Open) -> None:
-    """Whatever its hash seed."""
-    script = (
-        "from kvstate.index import Index; from kvstate.keys import Identity, token_bytes\n"
-        "index = Index(2, key=b'key'); me = Identity(b's', 'a')\n"
-        "nodes = index.extend(me, index.keys(token_bytes([1, 2, 3, 4]), {1: b'i'}), 'me')\n"
-        "print(*(index.digest(node).hex() for node in nodes))\n"
-    )
-    found = [
-        subprocess.run(
-            [sys.executable, "-c", script], env={"PYTHONHASHSEED": seed}, capture_output=True,
-            text=True, check=True,
-        ).stdout.split()
-        for seed in ("1", "2")
-    ]  # fmt: skip
-    kv = open_manager(digest_key=b"key")
-    mine = names(kv, [1, 2, 3, 4], salt=b"s", adapter="a", extra_keys={1: b"i"})
-    assert found[0] == found[1] == [name.hex() for name in mine]
-
-
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        (b"", "digest_key is 0 bytes; 1 to 64 bytes are wanted"),
-        (bytes(65), "digest_key is 65 bytes"),
-        ("secret", "digest_key is a str"),
-        (5, "digest_key is an int"),
-    ],
-)
-def test_a_key_that_is_none_is_refused(key: Any, message: str) -> None:
-    with pytest.raises(ConfigError, match=message) as error:
-        small(digest_key=key)
-    assert "secret" not in str(error.value)
-
-
-def test_a_key_is_not_written_down() -> None:
-    config, lines = small(digest_key=b"very secret key"), list[bytes]()
-    with Manager(config, HostDevice(), record=lines.append) as kv:
-        said(kv, PROMPT).close()
-        assert kv.config.digest_key == b"very secret key"
-    text = b"".join(lines).decode() + repr(config)
-    assert "very secret" not in text
-    assert "dmVyeSBzZWNyZXQ" not in text, "nor in base64"
