@@ -312,6 +312,7 @@ class Manager(Rewinding, Handle):
             if not plan.room:
                 raise
             why = Loss.FAILED
+            self.counters["failed_copies"] += 1
             log.warning("%s: what it committed could not be kept", seq)
             leaving = self.reuse.leaving(seq, 0, passage, retains=bool(leaving.retained))
             plan, slots = self._plan_leave(event, seq, after, leaves, leaving)

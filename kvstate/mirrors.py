@@ -49,14 +49,14 @@ class Mirrors:
         if not waiting or self._state(waiting) == self._tried:
             return
         self.reuse.actor.life.change()
-        nodes = waiting.take(self.host.free + min(waiting.rights, MOST_PUSHED_OUT))
-        pushed_out = self._make_room(nodes)
-        pages, later = self._pages(nodes)
-        done = self._issue(sorted(pages, key=itemgetter(0)))  # neighbours go in one piece
-        later = later if done else nodes
-        waiting.fresh.difference_update(set(nodes).difference(later))
+        ready, later, unread = self._next(waiting)
+        pushed_out = self._make_room(ready)
+        pages = self._pages(ready)
+        done = self._issue(pages)
+        copied = {node for _, node, _ in pages} if done else set[Node]()
+        waiting.fresh.difference_update(copied, unread)
         waiting.pushed_out(pushed_out)
-        for node in later:
+        for node in later + [node for node in ready if node not in copied]:
             waiting.put_back(node)
         self._tried = self._state(waiting) if done else ()
 
@@ -64,28 +64,36 @@ class Mirrors:
         """What decides whether a pass can do anything: copies that failed are tried again."""
         return waiting.added, waiting.rights, *self.host.counts
 
-    def _make_room(self, nodes: list[Node]) -> int:
-        """Push out what was used least, but nothing that these blocks come behind; how many."""
-        readable, free = [n for n in nodes if source_of(n) is not None], self.host.free
-        before = [node.parent for node in readable if node.parent is not None]
-        self.reuse.make_room(len(readable), [node for node in before if node.slot is not None])
-        return self.host.free - free
-
-    def _pages(self, nodes: list[Node]) -> tuple[list[Page], list[Node]]:
-        """The blocks that are copied now, and those that go on waiting. What cannot be read waits
-        again once its bytes are there."""
-        pages, later, chosen = list[Page](), list[Node](), set[Node]()
-        for node in nodes:
-            range_, above = source_of(node), node.parent
-            if range_ is None:
-                continue
-            follows = above is None or above.slot is not None or above in chosen
-            if follows and len(pages) < self.host.free:
+    def _next(self, waiting: Uncopied) -> tuple[list[Node], list[Node], list[Node]]:
+        """The blocks that may be copied now, in their order; those before which the host has
+        nothing; and those that cannot be read, which wait again once their bytes are there."""
+        most = self.host.free + min(waiting.rights, MOST_PUSHED_OUT)
+        ready, later, unread, chosen = list[Node](), list[Node](), list[Node](), set[Node]()
+        while len(ready) < most and (node := waiting.pop()) is not None:
+            above = node.parent
+            if source_of(node) is None:
+                unread.append(node)
+            elif above is None or above.slot is not None or above in chosen:
                 chosen.add(node)
-                pages.append((range_.base + node.ordinal * self.host.block_bytes, node, range_))
+                ready.append(node)
             else:
                 later.append(node)
-        return pages, later
+        return ready, later, unread
+
+    def _make_room(self, nodes: list[Node]) -> int:
+        """Push out what was used least, but nothing that these blocks come behind; how many."""
+        free, before = self.host.free, [node.parent for node in nodes if node.parent is not None]
+        self.reuse.make_room(len(nodes), [node for node in before if node.slot is not None])
+        return self.host.free - free
+
+    def _pages(self, nodes: list[Node]) -> list[Page]:
+        """Where these blocks can be read, as many as there are free slots; by address."""
+        size, pages = self.host.block_bytes, list[Page]()
+        for node in nodes:
+            range_ = source_of(node)
+            if range_ is not None and len(pages) < self.host.free:
+                pages.append((range_.base + node.ordinal * size, node, range_))
+        return sorted(pages, key=itemgetter(0))  # neighbours go in one piece
 
     def _issue(self, pages: list[Page]) -> bool:
         """Copy blocks out; false if the device could not."""
@@ -101,6 +109,7 @@ class Mirrors:
         try:
             self.reuse.actor.run(plan)
         except DeviceError as error:
+            self.flight.counters["failed_copies"] += 1
             log.warning("%d blocks could not be copied out: %s", len(nodes), error)
             return False
         assert plan.token is not None

@@ -37,7 +37,7 @@ from kvstate.recorder import Recorder
 from kvstate.refusal import refusal
 from kvstate.replica import Replica
 from kvstate.sequence import Column, Sequence, Step
-from kvstate.spec.facts import Failure, Ledger, View
+from kvstate.spec.facts import Failure, GivenUp, Ledger, View
 from kvstate.spec.host import MIRROR, STALE, STALE_HELD
 from kvstate.spec.laws import laws
 from kvstate.spec.manager import OPEN, POISONED
@@ -97,7 +97,7 @@ class LawKeeper:
         """What was there after the last call; None if that was cut short."""
         self._losses: list[Lost] = []
         kv.reuse.index.mourners += (self._losses,)
-        self._call = kv.flight.call
+        self._call, self._failed = kv.flight.call, kv.counters["failed_copies"]
 
     def after(self, name: str, args: Mapping[str, Any], error: BaseException | None) -> None:
         """The call has returned or raised: every law that speaks of that must hold."""
@@ -106,11 +106,12 @@ class LawKeeper:
         if kv.actor.fault is not None or kv.closed:
             return
         self.seen = check_laws(kv, self.asked)
-        losses = {lost.serial: lost.why.value for lost in self._losses}
-        self._losses.clear()
+        lost = self._given_up()
         if before is None:
             return
-        _check("loss", self.asked, before, self.seen, losses)
+        if name == "poll" and error is None and not lost.failed:
+            _check("poll", self.asked, before, self.seen)
+        _check("loss", self.asked, before, self.seen, lost)
         _check("call", self.asked, before, self.seen)
         if isinstance(error, KvStateError):
             ended = [end for end in kv.flight.ended if end.call > call]
@@ -122,6 +123,13 @@ class LawKeeper:
             _check("change", self.asked, before, self.seen, failed)
         if isinstance(error, CapacityError):
             _check("refusal", self.asked, self.seen, refusal(kv.config, name, args, error))
+
+    def _given_up(self) -> GivenUp:
+        """What the call gave up."""
+        failed, self._failed = self._failed, self.kv.counters["failed_copies"]
+        why = {lost.serial: lost.why.value for lost in self._losses}
+        self._losses.clear()
+        return GivenUp(why, failed=self._failed > failed)
 
 
 class OrderKeeper:

@@ -29,7 +29,6 @@ class Uncopied:
         """Those that were committed and have had no copy yet."""
         self.rights = 0
         """How many others may be pushed out for them."""
-
         self.added = 0
         """How many have begun to wait so far."""
 
@@ -50,18 +49,15 @@ class Uncopied:
         node.uncopied = True
         heapq.heappush(self._queue, (node.ordinal, node.serial, node))
 
-    def take(self, count: int) -> list[Node]:
-        """Up to `count` of those that wait, in their order; they do not wait any more. O(log n)
-        each."""
-        found: list[Node] = []
-        while self._queue and len(found) < count:
+    def pop(self) -> Node | None:
+        """The next one, which does not wait any more. O(log n)."""
+        while self._queue:
             node = heapq.heappop(self._queue)[-1]
             node.uncopied = False
             if node.owner is not None and node.slot is None:
-                found.append(node)
-            else:
-                self.fresh.discard(node)
-        return found
+                return node
+            self.fresh.discard(node)
+        return None
 
     def pushed_out(self, others: int) -> None:
         """Copies of that many others were given up for those that wait."""

@@ -267,6 +267,16 @@ class Failure:
     """The call should not have been made at all."""
 
 
+@frozen
+class GivenUp:
+    """What a call gave up of what could be found."""
+
+    why: Mapping[int, str]
+    """The reasons, by block."""
+    failed: bool
+    """A copy has failed, or could not be begun."""
+
+
 @frozen(slots=False)
 class View:
     """Everything a law may look at: the manager's books, and the device's. Laws find facts by

@@ -5,10 +5,10 @@ the manager's books with one another and with the device's own ledger. Numbers a
 design; a number that is missing here belongs to a feature that is not here yet.
 
 An *always* law holds after every call. A *call* law compares before and after a call, a *change*
-law before and after one that failed, a *loss* law with what was given up in between. A *refusal*
-law says when a capacity error is right. A *fair* law says how far an engine comes that gives
-everybody a turn. A *rest* law holds when nothing is in use and nothing is kept. An *end* law holds
-after the last close.
+law before and after one that failed, a *loss* law with what was given up in between. A *poll* law
+compares before and after a poll. A *refusal* law says when a capacity error is right. A
+*fair* law says how far an engine comes that gives everybody a turn. A *rest* law holds when nothing
+is in use and nothing is kept. An *end* law holds after the last close.
 
 What is checked stands in files by topic: `memory_laws`, `span_laws`, `sequence_laws`,
 `flight_laws`, `index_laws`, `progress_laws`, and `call_laws` for what compares two moments. A law
@@ -35,7 +35,7 @@ from kvstate.spec import (
 )
 from kvstate.spec.facts import View
 
-KINDS: Final = ("always", "call", "change", "loss", "refusal", "fair", "rest", "end")
+KINDS: Final = ("always", "call", "change", "loss", "poll", "refusal", "fair", "rest", "end")
 
 
 @frozen
@@ -83,6 +83,10 @@ LAWS: Final = (
         loss_laws.copies_are_awaited),
     Law(5, "nothing forgotten", "loss", "what was committed is found until it was given up",
         loss_laws.nothing_is_forgotten),
+    Law(5, "left to readers", "loss", "what could be read is left to who can, or to the host",
+        loss_laws.what_stays_is_readable),
+    Law(5, "copies go out", "poll", "no copy waits that could be made",
+        loss_laws.copies_go_out),
     Law(6, "whole keys", "always", "a block is found by equal inputs only",
         index_laws.whole_keys),
     Law(7, "a hit stays", "always", "what a copy reads is held until the copy has ended",

@@ -6,11 +6,11 @@ Each function here is the law of its name in `laws.py`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 from kvstate.spec import host, page, sequence
-from kvstate.spec.facts import BlockFact, View
+from kvstate.spec.facts import BlockFact, GivenUp, View
 from kvstate.spec.memory_laws import code_at
 
 _CLOSED: Final = (sequence.CLOSING.code, None)
@@ -18,66 +18,82 @@ _GONE: Final = (*_CLOSED, sequence.DROPPED.code)
 _LOADING: Final = (page.LOADING_COMMITTED.code, page.LOADING_PRIVATE.code)
 
 
-def nothing_is_forgotten(before: View, after: View, losses: Mapping[int, str]) -> Iterator[str]:
+def nothing_is_forgotten(before: View, after: View, lost: GivenUp) -> Iterator[str]:
     """A block that could be found can be found until its loss was told, with a reason that is seen
     to be so: what somebody asked for, or that there was no room, or a copy that failed."""
     for block in before.blocks:
-        why, stays = losses.get(block.name), block.name in after.block_of
+        why, stays = lost.why.get(block.name), block.name in after.block_of
         if block.epoch != before.epoch:
             continue
         if why is None and not stays:
             yield f"block {block.ordinal} is forgotten, and no reason was told"
         if why == "cleared" and after.epoch == before.epoch:
             yield f"block {block.ordinal} is said to be cleared, and nothing was"
-        if why not in (None, "cleared"):
+        if why is not None and why != "cleared":
             if stays:
                 yield f"block {block.ordinal} is said to be {why}, and is still there"
-            elif not _REASONS.get(why or "", _never)(before, after, block, losses):
+            elif not _is_so(before, after, block, lost):
                 yield f"block {block.ordinal} is said to be {why}, and that is not so"
 
 
-def _never(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
-    return False
+def _is_so(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
+    """A block, or one before it that its owner has lost with it, went for the reason that is
+    told."""
+    holds = _REASONS.get(lost.why[block.name])
+    return holds is not None and any(
+        holds(before, after, one, lost) for one in _because(before, block, lost)
+    )
 
 
-def _evicted(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _because(before: View, block: BlockFact, lost: GivenUp) -> Iterator[BlockFact]:
+    """A block, and those before it that its owner has lost for the same reason: what it has behind
+    one of them goes with that."""
+    yield block
+    above = before.block_of.get(block.parent)
+    while above is not None and block.owner is not None:
+        if above.owner == block.owner and lost.why.get(above.name) == lost.why[block.name]:
+            yield above
+        above = before.block_of.get(above.parent)
+
+
+def _evicted(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Only the host had it, or parked memory behind what only the host had."""
     return block.slot is not None or block.range is not None
 
 
-def _cut(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _cut(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """The block before it went too, and not because it was cleared."""
-    return block.parent is not None and losses.get(block.parent, "cleared") != "cleared"
+    return block.parent is not None and lost.why.get(block.parent, "cleared") != "cleared"
 
 
-def _closed(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _closed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence was closed, and the host had no slot for it: none is free but those of blocks
     that have gone in the same call."""
-    slots = sum(name in losses and one.slot is not None for name, one in before.block_of.items())
+    slots = sum(name in lost.why and one.slot is not None for name, one in before.block_of.items())
     full = after.host_counts[host.FREE.code] <= slots
     return _state(after, block) in _CLOSED and block.slot is None and full
 
 
-def _dropped(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _dropped(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence was dropped while only the GPU had it."""
     owner = before.by_uid.get(block.owner)
     on_gpu = owner is not None and owner.state == sequence.ACTIVE.code and block.slot is None
     return on_gpu and _state(after, block) in _GONE
 
 
-def _unarrived(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _unarrived(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence left while a copy was to bring it."""
     owner = before.by_uid.get(block.owner)
     return owner is not None and code_at(owner.pages, block.ordinal) in _LOADING
 
 
-def _rewound(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _rewound(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence has taken its tokens back."""
     owner, end = after.by_uid.get(block.owner), (block.ordinal + 1) * after.tokens_per_block
     return owner is not None and owner.known < end
 
 
-def _failed(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _failed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """A copy that was to write it has ended, or none could be begun by a sequence that leaves."""
     ended = before.transfer_of.keys() - after.transfer_of.keys()
     named = (before.transfer_of[token] for token in ended)
@@ -85,7 +101,7 @@ def _failed(before: View, after: View, block: BlockFact, losses: Mapping[int, st
     return written or _state(after, block) in _GONE
 
 
-def _spilled(before: View, after: View, block: BlockFact, losses: Mapping[int, str]) -> bool:
+def _spilled(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """A span or a parked range had it."""
     return block.span is not None or block.range is not None
 
@@ -101,6 +117,47 @@ def _state(view: View, block: BlockFact) -> int | None:
     """What has become of the sequence that had a block; None if it is gone."""
     owner = view.by_uid.get(block.owner)
     return None if owner is None else owner.state
+
+
+def what_stays_is_readable(before: View, after: View, lost: GivenUp) -> Iterator[str]:
+    """A sequence that is closed leaves what could be read to others that can read it, or to the
+    host while that has free slots."""
+    if lost.failed or not after.host_counts[host.FREE.code]:
+        return
+    for block in after.blocks:
+        was = before.block_of.get(block.name)
+        if was is None or was.epoch < before.epoch or not _readable(before, was):
+            continue
+        if _closes(before, after, was.owner) and not (
+            _readable(after, block) or block.slot is not None
+        ):
+            yield f"block {block.ordinal} could be read, and is left to who cannot read it"
+
+
+def _closes(before: View, after: View, uid: int | None) -> bool:
+    """A sequence that had memory on the GPU, and no copy under way, is closed."""
+    seq = before.by_uid.get(uid)
+    if seq is None or seq.state != sequence.ACTIVE.code or seq.transfer is not None:
+        return False
+    left = after.by_uid.get(uid)
+    return left is None or left.state == sequence.CLOSING.code
+
+
+def copies_go_out(before: View, after: View) -> Iterator[str]:
+    """Of what could be copied out before a poll nothing waits after it while slots are free."""
+    if not all(view.mirrors and view.host_counts[host.FREE.code] for view in (before, after)):
+        return
+    for block in after.blocks:
+        waited = before.block_of.get(block.name)
+        if waited is not None and _could_go(before, waited) and _could_go(after, block):
+            yield f"block {block.ordinal} waits for a copy, and a slot is free"
+
+
+def _could_go(view: View, block: BlockFact) -> bool:
+    """A block waits that can be read, behind one that the host has."""
+    above = view.block_of.get(block.parent)
+    follows = block.parent is None or (above is not None and above.slot is not None)
+    return block.waits and follows and _readable(view, block)
 
 
 def copies_are_awaited(view: View) -> Iterator[str]:

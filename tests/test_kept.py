@@ -167,14 +167,31 @@ def test_nothing_is_looked_at_while_nothing_can_be_copied(open_manager: Open) ->
     assert waiting is not None
     assert len(waiting) == 4
     looks = []
-    take = waiting.take
-    waiting.take = lambda count: looks.append(count) or take(count)  # type: ignore[method-assign,func-returns-value]
+    pop = waiting.pop
+    waiting.pop = lambda: looks.append(0) or pop()  # type: ignore[method-assign,func-returns-value]
     for _ in range(5):
         kv.poll()
     assert not looks
     other.close()
     kv.poll()
-    assert len(looks) == 1
+    assert looks
+
+
+def test_what_cannot_be_read_keeps_nothing_else_waiting(open_manager: Open) -> None:
+    """Blocks of a suspended sequence come first in the queue; the free slots are not for them."""
+    kv = open_manager(frames=16, slots=5, write_through="on_commit", spans="off")
+    away, other = kv.create(max_tokens=16), kv.create(max_tokens=16)
+    for seq in (away, other):
+        seq.resume()
+    kv.settle(kv.step(kv.batch([away, other]), 6))
+    away.commit(TEXT[:6])
+    other.commit([5] * 6)
+    cast("HostDevice", kv.device).fail_next("complete")
+    kv.poll()
+    away.suspend()
+    kept = kv.stats().done["kept_blocks"]
+    kv.poll()
+    assert kv.stats().done["kept_blocks"] == kept + 2
 
 
 # An heir is a page whose bytes are there.

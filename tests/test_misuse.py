@@ -46,7 +46,7 @@ KINDS: Final[dict[str, tuple[Any, str]]] = {
     # Of any call about a sequence, a batch or a step.
     "seq": (lambda w: w.seq, "seq gone"), "parent": (lambda w: w.seq, "seq"),
     "batch": (lambda w: w.batch, "batch"), "step": (lambda w: w.step, "step"),
-    "stream": (lambda w: None, "none stream"), "after": (lambda w: None, "none event any"),
+    "stream": (lambda w: None, "none stream"), "after": (lambda w: None, "none event"),
     "seqs": (lambda w: [w.seq], "seqs empty gone"),
     "Manager.create.prompt_tokens": (lambda w: [1, 2, 3], "none ids whole negative empty"),
     "Manager.create.max_tokens": (lambda w: 8, "none whole"),
