@@ -122,7 +122,9 @@ class LawKeeper:
             )
             _check("change", self.asked, before, self.seen, failed)
         if isinstance(error, CapacityError):
-            _check("refusal", self.asked, self.seen, refusal(kv.config, name, args, error))
+            _check(
+                "refusal", self.asked, self.seen, refusal(kv.config, kv.geometry, name, args, error)
+            )
 
     def _given_up(self) -> GivenUp:
         """What the call gave up."""

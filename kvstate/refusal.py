@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from kvstate.config import Config
+from kvstate.config import Config, Geometry
 from kvstate.errors import CapacityError, HostExhausted, OutOfFrames
 from kvstate.keys import ID_BYTES
 from kvstate.spec.facts import Refusal
@@ -26,7 +26,9 @@ _SUBJECT = {"fork": "parent", "step": "batch"}
 """Which argument says of what; `seq`, where there is one, of all others."""
 
 
-def refusal(config: Config, call: str, args: Mapping[str, Any], error: CapacityError) -> Refusal:
+def refusal(
+    config: Config, sizes: Geometry, call: str, args: Mapping[str, Any], error: CapacityError
+) -> Refusal:
     """A call that was refused, with its arguments."""
     subject = args.get(_SUBJECT.get(call, "seq"))
     seqs = () if subject is None else tuple(subject) if call == "step" else (subject,)
@@ -42,6 +44,7 @@ def refusal(config: Config, call: str, args: Mapping[str, Any], error: CapacityE
         uids=tuple(seq.uid for seq in seqs),
         tokens=tuple(counts),
         prompt_tokens=min(most, seqs[0].max_tokens) if seqs else 0,
+        roomy=sizes.arena_bytes >= (2 * sizes.rows + 1) * sizes.longest_frames * sizes.frame_bytes,
     )
 
 

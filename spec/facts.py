@@ -253,6 +253,8 @@ class Refusal:
     """What it named of each, or of the one that it was to make."""
     prompt_tokens: int = 0
     """So many tokens of its prompt the named one could have from others."""
+    roomy: bool = False
+    """There are addresses for two ranges of each row and for one more, all of the greatest size."""
 
 
 @frozen

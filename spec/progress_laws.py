@@ -182,6 +182,8 @@ def _judge_addresses(view: View, refused: Refusal) -> Iterator[str]:
     tokens = [refused.tokens[0]] if refused.call in ("dummy", "fork") else tokens
     needed = extent(view, max(tokens, default=0)) + view.guard_frames
     longest = max((frames for _, frames in view.free_addresses), default=0)
+    if refused.roomy:
+        yield f"a {refused.call} was refused for addresses, of which there are enough for all"
     if needed <= longest:
         yield f"refused {needed} frames of addresses, {longest} are free in one run"
     for fact in view.ranges:
