@@ -24,7 +24,7 @@ def check(index: Index) -> list[str]:
         wrong.append(f"{len(on_host)} blocks have slots, {len(index.slots)} slots have blocks")
     if index._count != len(nodes):
         wrong.append(f"{index._count} blocks are counted, {len(nodes)} are there")
-    return wrong + _check_queue(index, nodes)
+    return [*wrong, *_check_queue(index, nodes), *_check_waiting(index, nodes)]
 
 
 def check_lines(lines: Mapping[Node, Mapping[int, object]]) -> Iterator[str]:
@@ -71,3 +71,11 @@ def _check_queue(index: Index, nodes: list[Node]) -> list[str]:
     late = [node for node in nodes if expendable(node) and id(node) not in early]
     twice = [node for *_, node in index._queue if entries[id(node)] > 1 or not node.queued]
     return [f"{node} is not where the queue of victims must have it" for node in late + twice]
+
+
+def _check_waiting(index: Index, nodes: list[Node]) -> Iterator[str]:
+    """Those that wait for a copy on the host are in the queue for it, once."""
+    waiting = Counter(map(id, index.uncopied or ()))
+    for node in nodes:
+        if waiting[id(node)] != node.uncopied:
+            yield f"{node} waits: {node.uncopied}, and is {waiting[id(node)]} times in the queue"

@@ -83,9 +83,10 @@ def check_rest(kv: Manager, asked: Counter[str] | None = None) -> None:
 
 def check_end(kv: Manager, asked: Counter[str] | None = None) -> None:
     """Raise LawViolation if a closed manager did not give everything back, or its device still
-    holds something. A poisoned one leaves it to its device."""
+    holds something, or routers believe that there is something. A poisoned one leaves it to its
+    device."""
     left = NOTHING if kv.actor.fault is not None else kv.left
-    _check("end", asked, left, kv.device.ledger())
+    _check("end", asked, left, kv.device.ledger(), kv.replayed() if kv.replayed else ())
 
 
 class LawKeeper:
@@ -223,10 +224,14 @@ class Listening:
 
     def _there(self) -> dict[Hash, frozenset[str]]:
         """Which tiers have the bytes of each block of the present weights that can be had from its
-        first one on."""
+        first one on; none when the manager is closed."""
         found, states = dict[Hash, frozenset[str]](), self.kv.host.cells.states
         index, epoch = self.kv.reuse.index, self.kv.reuse.epoch
-        present = (n for n in index if n.root and n.root.identity.weights_epoch == epoch)
+        present = (
+            n
+            for n in index
+            if not self.kv.closed and n.root and n.root.identity.weights_epoch == epoch
+        )
         for node in present:
             tiers = {GPU} if node.owner is not None else set[str]()
             if node.slot is not None and states[node.slot] in _LANDED:

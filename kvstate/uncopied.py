@@ -15,6 +15,7 @@ that was committed behind it.
 from __future__ import annotations
 
 import heapq
+from collections.abc import Iterator
 
 from kvstate.blocks import Node
 
@@ -62,6 +63,10 @@ class Uncopied:
     def pushed_out(self, others: int) -> None:
         """Copies of that many others were given up for those that wait."""
         self.rights = min(self.rights - others, len(self.fresh))
+
+    def __iter__(self) -> Iterator[Node]:
+        """All of them, and some that have gone or have a copy by now, in no order."""
+        return (node for *_, node in self._queue)
 
     def __len__(self) -> int:
         return len(self._queue)

@@ -7,7 +7,7 @@ Each function here is the law of its name in `laws.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from attrs import evolve
@@ -159,9 +159,11 @@ def _was_evicted(block: BlockFact, before: View, after: View) -> bool:
     return there and not suspended
 
 
-def clean_end(left: Ledger | None, ledger: Ledger) -> Iterator[str]:
-    """The manager has given everything back itself, before the device was closed; and no frame,
-    mapping, reservation, host memory or pending work is left when it is."""
+def clean_end(left: Ledger | None, ledger: Ledger, believed: Iterable[str] = ()) -> Iterator[str]:
+    """The manager has given everything back itself, before the device was closed; no frame,
+    mapping, reservation, host memory or pending work is left when it is, and no router believes
+    that there is a block."""
+    yield from believed
     if left is None:
         yield "the manager has given nothing back: it was left to the device"
     elif not left.empty:

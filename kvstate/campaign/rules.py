@@ -9,6 +9,7 @@ Drawing arguments freely makes nearly every call illegal and finds nothing.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from random import Random
 from typing import Final
 
@@ -331,6 +332,33 @@ def _succession(
         yield random.choice(LEAVE)(seq=third)
 
 
+def _chat(player: Player, random: Random) -> trace.AnyCall | None:
+    """A conversation: each turn begins with all that was said and says about a frame more, mostly
+    before the last turn closes. At the end the last turn takes everything back."""
+    most, sizes = player.config.max_tokens, player.kv.geometry
+    turn_tokens = -(-sizes.frame_bytes // sizes.row_bytes)
+    if len(player.kv.columns.free) < 2 or most < 2 * turn_tokens:
+        return None
+    turns = min(3 * sizes.rows, most // turn_tokens)
+    turns = random.choice((turns, random.randint(2, turns)))
+    text = [random.randrange(2) for _ in range(turns * turn_tokens)]
+    names = [player.next_name() for _ in range(turns)]
+    begun = [
+        trace.Create(seq=name, max_tokens=most, prompt=text[: (at + 1) * turn_tokens])
+        for at, name in enumerate(names)
+    ]
+    for last, call in zip([None, *names], begun, strict=False):
+        leaves = [] if last is None else [trace.Close(seq=last)]
+        late = random.random() < 0.8
+        player.planned += [] if call is begun[0] else [call]
+        player.planned += [] if late else leaves
+        player.planned.append(trace.Resume(seq=call.seq, stream=random.randrange(STREAMS)))
+        player.planned.append(partial(_go_on, name=call.seq))
+        player.planned += leaves if late else []
+    player.planned.append(trace.Rewind(seq=names[-1], tokens=0))
+    return begun[0]
+
+
 def _go_on(player: Player, random: Random, name: int) -> trace.AnyCall | None:
     """The sequence says more, if it still can."""
     played = player.seqs.get(name)
@@ -454,7 +482,7 @@ _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
-    "twins": (2.5, _twins),
+    "twins": (2.5, _twins), "chat": (1, _chat),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
     "clear": (0.2, _clear),
 }  # fmt: skip

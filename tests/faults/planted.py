@@ -265,9 +265,9 @@ FAULTS = (
     ),
     Fault(
         "nobody inherits the canonical page",
-        "kvstate/reuse.py",
-        "        inherited, lost = self._inherited(own)\n",
-        "        inherited, lost = list[tuple[Node, Sequence]](), own\n",
+        "kvstate/lines.py",
+        "        return inherited + late, [node for node in lost if node not in gone]\n",
+        "        return [], list(nodes)\n",
         "B13",
     ),
     Fault(
@@ -470,9 +470,9 @@ FAULTS = (
     Fault(
         "whatever comes back from the host is taken for failed",
         "kvstate/flight.py",
-        "        seq, shared = transfer.seq, transfer.keeps or transfer.onboards\n        plan",
-        "        seq, shared = transfer.seq, transfer.keeps or transfer.onboards\n"
-        "        ok = ok and not transfer.inward\n        plan",
+        "        seq = transfer.seq\n        plan = self.plan()\n",
+        "        seq = transfer.seq\n        ok = ok and not transfer.inward\n"
+        "        plan = self.plan()\n",
     ),
     Fault(
         "a promise is not counted by who grows",
@@ -571,6 +571,91 @@ FAULTS = (
         '    """What the queue of victims has for a block."""\n'
         "    return node.used, node.ordinal, node.serial, node\n",
         "B146",
+    ),
+    Fault(
+        "what could not be copied out is forgotten",
+        "kvstate/mirrors.py",
+        "            waiting.put_back(node)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "what has lost its host copy is not copied out again",
+        "kvstate/index.py",
+        "            self._consider(node.parent)\n        self.await_copy(node)\n",
+        "            self._consider(node.parent)\n",
+    ),
+    Fault(
+        "what has come back from the host is not copied out again",
+        "kvstate/reuse.py",
+        "            if node.owner is seq:\n                self.index.await_copy(node)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "what is cleared waits for host copies",
+        "kvstate/index.py",
+        "            self.uncopied = Uncopied()\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a page whose bytes have not arrived is an heir",
+        "kvstate/lines.py",
+        "        inherited, lost = self._inherited(nodes, READY)\n        late",
+        "        inherited, lost = self._inherited(nodes)\n        late",
+        "B127",
+    ),
+    Fault(
+        "a suspended sequence keeps what others could have on the GPU",
+        "kvstate/reuse.py",
+        "        self._taken(seq)\n        self._hand_on(seq)\n",
+        "        self._taken(seq)\n",
+    ),
+    Fault(
+        "what a suspended sequence has is not found when another has computed it",
+        "kvstate/reuse.py",
+        "        self._take_over([pair for",
+        "        list([pair for",
+    ),
+    Fault(
+        "who closes keeps nothing",
+        "kvstate/manager.py",
+        "        if event is not _CLOSE or seq.transfer",
+        "        if event is _CLOSE or seq.transfer",
+    ),
+    Fault(
+        "who leaves from the host keeps nothing",
+        "kvstate/manager.py",
+        "            return look(seq, 0, passage, room=host.capacity)\n",
+        "            return look(seq, 0, passage)\n",
+    ),
+    Fault(
+        "a look-up stops after one block",
+        "kvstate/index.py",
+        "            found.append(node)\n            children = node.children\n",
+        "            found.append(node)\n            children = {}\n",
+    ),
+    Fault(
+        "a loss is told with another reason",
+        "kvstate/manager.py",
+        "        return Loss.CLOSED if event is _CLOSE else Loss.DROPPED\n",
+        "        return Loss.DROPPED if event is _CLOSE else Loss.CLOSED\n",
+    ),
+    Fault(
+        "a loss is not counted",
+        "kvstate/index.py",
+        "                self._note(one, reason)\n",
+        "                pass\n",
+    ),
+    Fault(
+        "spans take the addresses that sequences need",
+        "kvstate/arena.py",
+        "        return wanted <= 0\n",
+        "        return True\n",
+    ),
+    Fault(
+        "listeners are not told of the end",
+        "kvstate/telling.py",
+        "            self._forget_told(Loss.CLOSED)\n",
+        "            pass\n",
     ),
 )  # fmt: skip
 
