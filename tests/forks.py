@@ -17,7 +17,7 @@ from typing import Any, Final
 import numpy as np
 from attrs import frozen
 
-from kvstate import IllegalTransition, Manager, Sequence
+from kvstate import IllegalTransition, Manager, Sequence, TensorView
 from kvstate.device import SEGMENT, ByteDevice, MapRun
 from kvstate.gpu import open_device
 from kvstate.observe import check_laws
@@ -37,8 +37,10 @@ class Held:
     seq: Sequence
     away: Sequence
     events: Publisher
+    view: TensorView | None
+    """Of its memory, if there is any."""
     keys: Any
-    """An array over its memory, if there is any."""
+    """The same as an array, if it can be one here."""
 
 
 def written(kv: Manager) -> bytes:
@@ -59,9 +61,9 @@ def held(kv: Manager, device: ByteDevice) -> Held:
         seqs.append(seq)
     seqs[1].suspend()
     kv.poll()
-    mapped = device.memory is not None and device.memory[0] == "cpu"
-    keys: Any = np.asarray(kv.tensors(seqs[0], 0)[0]) if mapped else None
-    return Held(kv, device, seqs[0], seqs[1], events, keys)
+    view = kv.tensors(seqs[0], 0)[0] if device.memory is not None else None
+    keys: Any = np.asarray(view) if view is not None and view.memory[0] == "cpu" else None
+    return Held(kv, device, seqs[0], seqs[1], events, view, keys)
 
 
 def check(now: Held) -> None:
@@ -128,6 +130,8 @@ def calls(now: Held) -> None:
         "resize": lambda: seq.resize(16), "commit": lambda: seq.commit([1]),
         "stop_committing": seq.stop_committing, "drain": now.events.drain,
     }  # fmt: skip
+    if now.view is not None:
+        made["export"] = now.view.__dlpack__
     for name, call in made.items():
         refused(call, name)
 
@@ -155,7 +159,7 @@ def asks_the_device(now: Held) -> None:
 
 def forgets(now: Held) -> None:
     """All of it, and takes much memory of its own: the addresses may be used again."""
-    for one in ("kv", "device", "seq", "away", "events", "keys"):
+    for one in ("kv", "device", "seq", "away", "events", "view", "keys"):
         object.__setattr__(now, one, None)
     gc.collect()
     own = [np.full(1 << 20, 7, np.uint8) for _ in range(64)]

@@ -9,16 +9,18 @@ import json
 import os
 import subprocess
 import sys
+from itertools import count
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import pytest
 
 from kvstate import Manager
+from kvstate.gpu import open_device
 from tests.faults.cut import CUT_FAULTS, CutFault
 from tests.faults.scenarios import Scenario
-from tests.interrupts import ERRORS, FINALISER, play_all
-from tests.runs import PLAYED, calls_of
+from tests.interrupts import ERRORS, FINALISER, AtLine, play_all, quiet
+from tests.runs import PLAYED, calls_of, left
 from tests.test_planted import patched
 
 ROOT: Final = Path(__file__).parent.parent
@@ -49,6 +51,28 @@ def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> N
     assert tally.lines > 3
     wanted = {"intact", "poisoned", "closing", "intact, and done"} if what in ERRORS else None
     assert wanted is None or tally.outcomes.keys() <= wanted
+
+
+@pytest.mark.parametrize("kind", ["host", "null"])
+def test_a_device_that_is_cut_short_while_it_is_opened_leaves_nothing(kind: str) -> None:
+    device: Any = None
+    with quiet() as unraisable:
+        before = left()
+        for nth in count(1):
+            try:
+                with AtLine(nth, interrupt):
+                    device = open_device(kind)
+            except KeyboardInterrupt:
+                assert left() == before
+            else:
+                break
+        device.close()
+    assert unraisable == []
+    assert nth > 20
+
+
+def interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 @pytest.mark.parametrize("fault", CUT_FAULTS, ids=lambda fault: fault.name)

@@ -21,6 +21,7 @@ from kvstate.campaign.fuzz import play
 from kvstate.errors import (
     ArgumentError,
     DeviceError,
+    DeviceFault,
     HostExhausted,
     IllegalTransition,
     KvStateError,
@@ -100,6 +101,15 @@ def test_a_failed_device_call_keeps_nothing_alive() -> None:
         device.fail_next("access")
         gone = _caught(kv, seq, DeviceError, lambda kv, seq: seq.resize(16))
         assert gone() is None
+
+
+def test_a_fault_keeps_nothing_alive() -> None:
+    device = HostDevice()
+    with Manager(small(scrub=True), device) as kv:
+        seq = written(kv)
+        device.fail_next("filling")
+        assert _caught(kv, seq, DeviceFault, lambda kv, seq: seq.drop())() is None
+        assert _caught(kv, seq, DeviceFault, lambda kv, seq: kv.poll())() is None
 
 
 def test_a_violation_keeps_nothing_alive() -> None:
