@@ -25,8 +25,8 @@ _LOADING: Final = frozenset(
 
 def named_holders(view: View) -> Iterator[str]:
     """A range is held by the copies in flight that read or write it, by the caller's events that
-    were said to come before its reuse, and by steps that may still run and were issued with its
-    address; and by nothing else. A fence waits for something."""
+    were said to come before its reuse, and by the steps that may still run and that its fence waits
+    for; and by nothing else. A fence waits for something."""
     holding = _holding(view)
     for fact in view.ranges:
         wanted = holding.pop(fact.number, set())

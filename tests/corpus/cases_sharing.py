@@ -206,7 +206,7 @@ SHARING: Final = (
     Case(
         name="after a rewind everything is as it was at that length",
         entries=("B110",),
-        law=EXACT,
+        law="model",
         fault=Fault(
             "a rewind into a block forgets the tokens before it there",
             "kvstate/rewinding.py",
