@@ -28,12 +28,13 @@ from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.gpu import HostDevice
 from kvstate.spec.coupling import TABLES
 from kvstate.spec.facts import View
+from kvstate.spec.flight_laws import device_order
 from kvstate.spec.laws import laws
 from kvstate.view import view
 from tests.faults.scenarios import SCENARIOS
 
 HERE: Final = Path(__file__).parent
-EPISODES: Final = 24
+EPISODES: Final = 40
 SEEN_OFTEN: Final = 1
 """So many views with the same thing in them are enough."""
 MOST_PLACES: Final = 3
@@ -172,11 +173,20 @@ def _features(seen: View) -> Iterator[object]:
         where = block.owner is None, block.span is None, block.range is None, block.slot is None
         kinds = tuple(sorted({kind for kind, _ in block.holders}))
         yield "block", where, block.landed, kinds, min(2, len(block.line)), block.ordinal > 0
+        yield "waits", block.waits, block.slot is None, block.epoch < seen.epoch
     yield from (("host", code) for code in set(seen.host_states))
     yield "steps", min(2, len(seen.steps)), min(2, sum(step.landed for step in seen.steps))
     for work in seen.ledger.work:
         yield "work", work.name.split()[0], len(work.reads) > 1, len(work.waits) > 1
+    yield "ordered", _ordered(seen)
     yield "reuses", seen.reuses, bool(seen.free_rows), bool(seen.pool_ids)
+
+
+def _ordered(seen: View) -> bool:
+    """It matters that the first piece of work is not the last, and the last not the first."""
+    work = seen.ledger.work
+    swapped = evolve(seen.ledger, work=(work[-1], *work[1:-1], work[0]) if work[1:] else ())
+    return any(True for _ in device_order(evolve(seen, ledger=swapped)))
 
 
 # What is wrong with them.

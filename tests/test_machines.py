@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
                 return again.kind == kind
             return False
 
-        return shrink(self.program, fails, seconds=10)
+        return shrink(self.program, fails, calls=10_000)
 
     def teardown(self) -> None:
         if hasattr(self, "player") and not self.player.kv.closed:

@@ -79,7 +79,6 @@ def test_the_views_are_sound_and_have_everything_in_them() -> None:
         "sequence.CLOSED",
         "range.VACANT",
         "span.DEAD",
-        "span.EMPTY",
         "frame.ABSENT",
         "frame.POOLED",
         "frame.CONDEMNED",

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
-from time import monotonic
 from typing import Any
 
 from msgspec.structs import replace
@@ -19,6 +18,7 @@ from kvstate import trace
 from kvstate.gpu.streams import MODES
 
 Program = list[trace.AnyCall]
+Fails = Callable[[Program], bool]
 Scheduled = tuple[trace.Header, Program]
 SEEDS = 4
 """How many of another mode are tried."""
@@ -42,41 +42,52 @@ def _simpler_schedules(header: trace.Header, program: Program) -> Iterator[Sched
         yield header, bare
 
 
-def shrink(program: Program, fails: Callable[[Program], bool], seconds: float = 20.0) -> Program:
-    """The shortest program found for which `fails` still holds; it must hold for `program`."""
-    deadline = monotonic() + seconds
-    before = None
-    while before != program and monotonic() < deadline:
+class _Budget:
+    """Whether a program fails; none does any more once `calls` calls were played."""
+
+    def __init__(self, fails: Fails, calls: int) -> None:
+        self.fails, self.calls = fails, calls
+
+    def __call__(self, program: Program) -> bool:
+        self.calls -= len(program)
+        return self.calls >= 0 and self.fails(program)
+
+
+def shrink(program: Program, fails: Fails, calls: int = 20_000) -> Program:
+    """The shortest program found for which `fails` still holds, by playing up to `calls` calls; it
+    must hold for `program`."""
+    fails, before = _Budget(fails, calls), None
+    while before != program:
         before = program
-        program = _fewer(program, fails, deadline)
-        program = _without_each(program, fails, deadline)
-        program = _simpler(program, fails, deadline)
+        program = _fewer(program, fails)
+        program = _without_each(program, fails)
+        program = _simpler(program, fails)
     return program
 
 
-def _fewer(program: Program, fails: Callable[[Program], bool], deadline: float) -> Program:
+def _fewer(program: Program, fails: Fails) -> Program:
     """Take runs of calls out, large ones first, from the end."""
     size = max(1, len(program) // 2)
     while True:
         at = len(program) - size
-        while at > -size and monotonic() < deadline:
+        while at > -size:
             shorter = program[: max(at, 0)] + program[max(at, 0) + size :]
             if len(shorter) < len(program) and fails(shorter):
                 program = shorter
             at -= size
-        if size == 1 or monotonic() >= deadline:
+        if size == 1:
             return program
         size = max(1, size // 2)
 
 
-def _without_each(program: Program, fails: Callable[[Program], bool], deadline: float) -> Program:
+def _without_each(program: Program, fails: Fails) -> Program:
     """Take out all that one sequence does, or one step and its end: none of it may go alone."""
     sequences = dict.fromkeys(call.seq for call in program if isinstance(call, trace.Create))
     steps = dict.fromkeys(call.step for call in program if isinstance(call, trace.Step))
     for without in [*(partial(_without, name) for name in sequences),
                     *(partial(_without_step, name) for name in steps)]:  # fmt: skip
         shorter = [call for call in map(without, program) if call is not None]
-        if monotonic() < deadline and len(shorter) < len(program) and fails(shorter):
+        if len(shorter) < len(program) and fails(shorter):
             program = shorter
     return program
 
@@ -95,12 +106,10 @@ def _without_step(name: int, call: trace.AnyCall) -> trace.AnyCall | None:
     return None if getattr(call, "step", None) == name else call
 
 
-def _simpler(program: Program, fails: Callable[[Program], bool], deadline: float) -> Program:
+def _simpler(program: Program, fails: Fails) -> Program:
     """Make the calls that are left plainer."""
     for at in range(len(program)):
         for plainer in _plainer(program[at]):
-            if monotonic() >= deadline:
-                return program
             changed = [*program[:at], plainer, *program[at + 1 :]]
             if fails(changed):
                 program = changed
