@@ -95,6 +95,18 @@ def _after_one_left(kv: Manager) -> None:
     more(kv, [9])
 
 
+def _chat(kv: Manager) -> None:
+    """Each turn begins before the one before it is closed, and leaves a span."""
+    text, last = list[int](), list[Sequence]()
+    for turn in range(16):
+        text += [turn] * 4
+        last.append(more(kv, [*text, 99]))
+        go_on(kv, last[-1], text)
+        for seq in last[:-1]:
+            seq.close()
+        del last[:-1]
+
+
 def _retains(kv: Manager) -> None:
     """The new one needs the memory in which the range of the one that left retains something."""
     said(kv, LONG).close()
@@ -137,6 +149,9 @@ REFUSALS: Final = (
     Mistake("addresses that nobody uses are refused", around(Ladder, "addresses", _as_they_are),
             _after_one_left, "progress", "in nobody's use",
             {"arena_bytes": 2 * 5 * 4096, "adopt": False}),
+    Mistake("spans take the addresses of sequences",
+            around(Arena, "leaves_room", lambda *_: True), _chat, "progress", "enough for all",
+            {"slots": 0, "spans": "all", "max_sequences": 2, "max_tokens": 256, "frames": 128}),
     Mistake("what is retained is not given up", around(Core, "_find", _gives_nothing_up), _retains,
             "progress", "refused by retained", {"slots": 0, "retain": True, "frames": 4,
             "spans": "off"}),

@@ -21,6 +21,7 @@ from kvstate.blocks import Loss, Node
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Identity
+from kvstate.mirrors import Mirrors
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spans import Spans
@@ -345,7 +346,42 @@ INDEX: Final = (
 )  # fmt: skip
 
 
-MISTAKES: Final = (*MEMORY, *SEQUENCES, *FLIGHT, *INDEX)
+# What can be found.
+
+
+def _spilled(
+    right: Callable[..., None], reuse: Reuse, nodes: object, owner: object, _: Loss
+) -> None:
+    right(reuse, nodes, owner, Loss.SPILLED)
+
+
+def _to_any_heir(right: Callable[..., Any], *args: Any, room: int = 0, **named: Any) -> Any:
+    return right(*args, **named)
+
+
+def _close_while_an_heir_loads(kv: Manager) -> None:
+    first = said(kv, PROMPT)
+    kv.create([*PROMPT, 0], 16).resume()
+    first.close()
+
+
+KEPT: Final = (
+    Mistake("another reason is told", around(Reuse, "_bereave", _spilled),
+            lambda kv: said(kv, PROMPT).close(), "nothing forgotten", "is said to be spilled",
+            {"slots": 0, "spans": "off"}),
+    Mistake("who has lost its copy waits for no other", forgets(Index, "await_copy"),
+            _mirrors_then_suspends, "copies awaited", "it waits for no copy",
+            {"slots": 4, "write_through": "on_commit", "spans": "off"}),
+    Mistake("the host keeps nothing", around(Reuse, "leaving", _to_any_heir),
+            _close_while_an_heir_loads, "left to readers", "that cannot read it",
+            {"spans": "off"}, "latest"),
+    Mistake("copies wait for a better time", forgets(Mirrors, "copy_out"),
+            lambda kv: said(kv, PROMPT) and kv.poll(), "copies go out", "and a slot is free",
+            {"write_through": "on_commit"}),
+)  # fmt: skip
+
+
+MISTAKES: Final = (*MEMORY, *SEQUENCES, *FLIGHT, *INDEX, *KEPT)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda one: one.name)
