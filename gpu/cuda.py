@@ -601,19 +601,19 @@ class CudaDevice(Books):
         self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
     ) -> None:
         """Launch the update of the device's table."""
-        self._launching(stream)
+        self._launching("publish", stream)
         self.checker.publish(self.handle_of(stream), rows, bases, lengths)
 
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch the writing of token rows."""
-        self._launching(stream)
+        self._launching("write", stream)
         self.checker.write(self.handle_of(stream), segments)
 
     def verify(
         self, stream: Stream, segments: Segments, most_bytes: int | None = None
     ) -> CudaCheck:
         """Launch the comparison of token rows."""
-        self._launching(stream)
+        self._launching("verify", stream)
         return self.checker.verify(self.handle_of(stream), segments, most_bytes)
 
     def delay(self, stream: int) -> None:
@@ -627,8 +627,8 @@ class CudaDevice(Books):
         if seed is not None:
             self.random.seed(seed)
 
-    def _launching(self, stream: Stream) -> None:
-        self._select("launch")
+    def _launching(self, call: str, stream: Stream) -> None:
+        self._select(call)
         self._busy = True
         self.delay(self.handle_of(stream))
 

@@ -30,9 +30,10 @@ ROOT: Final = Path(__file__).parent.parent
 @pytest.mark.parametrize("kind", ["host", "null", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_whatever_a_child_does_the_parent_has_all_of_it(kind: str) -> None:
     """See `tests/forks.py`: it reads its bytes back after each child."""
+    paths = os.pathsep.join([str(ROOT), *sys.path])
     done = subprocess.run(
         [sys.executable, "-W", "error", "-m", "tests.forks", kind], cwd=ROOT, text=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True, check=False,
+        env=os.environ | {"PYTHONPATH": paths}, capture_output=True, check=False,
     )  # fmt: skip
     assert (done.returncode, done.stderr) == (0, ""), "the children end without a word"
     ends = dict.fromkeys(deeds_of(kind), 0)

@@ -15,8 +15,10 @@ import pytest
 
 from kvstate import trace
 from kvstate.campaign.player import Player
+from kvstate.device import Completion
 from kvstate.errors import IllegalTransition
 from kvstate.gpu import open_device
+from kvstate.gpu.cuda import CudaDevice
 from kvstate.plan import Cells, Plan
 from kvstate.spec.compiled import MACHINES, CellEvent, ObjectEvent, row_key
 from kvstate.spec.coupling import TABLES
@@ -160,9 +162,9 @@ def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     assert program is not None, f"no program of public calls fires {key}"
     player = open_player(device, streams, retain=key in search().retaining)
     for call in program[:-1]:
-        apply(player, call)
+        player.apply(call)
     before = player.coverage.rows.get(key, 0)
-    apply(player, program[-1])
+    player.apply(program[-1])
     if streams == "eager":
         assert player.coverage.rows[key] > before
     player.finish()
@@ -240,23 +242,28 @@ def test_closed_sequence_refuses_everything(event: str) -> None:
 
 def open_player(name: str, streams: str, *, retain: bool = False) -> Player:
     device = open_device(name, streams=streams, seed=1)
+    if isinstance(device, CudaDevice) and streams == "eager":
+        _wait_for_all(device)
     return Player(header(device.granularity_bytes, retain=retain), device)
+
+
+def _wait_for_all(device: CudaDevice) -> None:
+    """On a card eager means only that nothing is delayed: here all that was issued has run before
+    it is asked what has ended, as on the host."""
+    poll, driver = device.poll, device.driver
+
+    def waits() -> list[Completion]:
+        driver.call(driver.api.cuCtxSynchronize)
+        return poll()
+
+    device.poll = waits  # type: ignore[method-assign]
 
 
 def played(program: Program, device: str = "host") -> Player:
     player = open_player(device, "eager")
     for call in program:
-        apply(player, call)
+        player.apply(call)
     return player
-
-
-def apply(player: Player, call: trace.AnyCall) -> None:
-    """Play a call when what was issued has run: on a card, eager means only that nothing is
-    delayed."""
-    driver = getattr(player.device, "driver", None)
-    if driver is not None:
-        driver.call(driver.api.cuCtxSynchronize)
-    player.apply(call)
 
 
 def _refused(call: Callable[[], object]) -> IllegalTransition:
