@@ -67,11 +67,17 @@ def _cut(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
 
 
 def _closed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
-    """Its sequence was closed, and the host had no slot for it: none is free but those of blocks
-    that have gone in the same call."""
-    slots = sum(name in lost.why and one.slot is not None for name, one in before.block_of.items())
-    full = after.host_counts[host.FREE.code] <= slots
+    """Its sequence was closed, and the host had no slot for it."""
+    full = not _slots_were_free(before, after)
     return _state(after, block) in _CLOSED and block.slot is None and full
+
+
+def _slots_were_free(before: View, after: View) -> bool:
+    """Slots were free all through a call: more than blocks gave up in it."""
+    now = {name: block.slot for name, block in after.block_of.items()}
+    slots = ((name, block.slot) for name, block in before.block_of.items())
+    given_up = sum(slot is not None and now.get(name) != slot for name, slot in slots)
+    return after.host_counts[host.FREE.code] > given_up
 
 
 def _dropped(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
@@ -122,7 +128,7 @@ def _state(view: View, block: BlockFact) -> int | None:
 def what_stays_is_readable(before: View, after: View, lost: GivenUp) -> Iterator[str]:
     """A sequence that is closed leaves what could be read to others that can read it, or to the
     host while that has free slots."""
-    if lost.failed or not after.host_counts[host.FREE.code]:
+    if lost.failed or not _slots_were_free(before, after):
         return
     for block in after.blocks:
         was = before.block_of.get(block.name)

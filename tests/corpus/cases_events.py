@@ -193,8 +193,8 @@ EVENTS: Final = (
         fault=Fault(
             "adapters are numbers of any size",
             "kvstate/keys.py",
-            " and -(2**63) <= adapter < 2**64:\n",
-            ":\n",
+            'whole("adapter", found, -LARGEST - 1, LARGEST_ADAPTER)',
+            "found",
             "B173",
         ),
         run=_accepted_is_told,

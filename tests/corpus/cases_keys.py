@@ -163,7 +163,7 @@ KEYS: Final = (
     Case(
         name="a reset forgets every tier",
         entries=("B68",),
-        law=COHERENT,
+        law="law 5 (nothing forgotten)",
         fault=Fault(
             "a reset forgets what the host has, and not the rest",
             "kvstate/index.py",

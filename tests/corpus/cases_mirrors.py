@@ -158,7 +158,7 @@ MIRRORS: Final = (
     Case(
         name="a block that is to be copied out twice is copied once",
         entries=("B01",),
-        law="law 1 (conservation)",
+        law="law 5 (index coherence)",
         fault=Fault(
             "what is to be copied is a list with repeats",
             "kvstate/uncopied.py",
@@ -372,7 +372,7 @@ MIRRORS: Final = (
     Case(
         name="a rewind waits for who copies what it goes into",
         entries=("B22",),
-        law="law 5 (index coherence)",
+        law="law 17 (device order)",
         streams="adversarial",
         seeds=SCHEDULES,
         fault=planted("a rewind does not wait for who copies its pages"),

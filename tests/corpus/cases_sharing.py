@@ -331,8 +331,8 @@ SHARING: Final = (
         fault=Fault(
             "who gives its bytes up stays in the index",
             "kvstate/lines.py",
-            "self._cut_all([node for node in lost if node.slot is None], why)",
-            "[0 for _ in lost[:0]]",
+            "        cut = self._cut_all([node for node in lost if node.slot is None], why)\n",
+            "        cut, lost = list[int](), [node for node in lost if node.slot is not None]\n",
             "B67",
         ),
         config=config(),

@@ -161,7 +161,7 @@ SPANS: Final = (
         fault=Fault(
             "a span that goes takes what others have too",
             "kvstate/reuse.py",
-            "        inherited, lost = self._inherited(nodes)\n        self._fire",
+            "        inherited, lost = self._succession(nodes)\n        self._fire",
             "        inherited, lost = list[tuple[Node, Sequence]](), nodes\n        self._fire",
             "B13",
         ),
@@ -368,7 +368,7 @@ SPANS: Final = (
     Case(
         name="nothing of another tenant is mapped",
         entries=("B71",),
-        law="bytes",
+        law="forgotten",
         fault=planted("another tenant's prefix is found"),
         config=config(slots=0),
         program=(
