@@ -67,9 +67,9 @@ def _cut(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
 
 
 def _closed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
-    """Its sequence was closed, and the host had no slot for it."""
-    full = not _slots_were_free(before, after)
-    return _state(after, block) in _CLOSED and block.slot is None and full
+    """Its sequence was closed, and the host had no slot for it, or gave it to another block."""
+    given = block.slot is None or any(one.slot == block.slot for one in after.blocks)
+    return _state(after, block) in _CLOSED and given and not _slots_were_free(before, after)
 
 
 def _slots_were_free(before: View, after: View) -> bool:
