@@ -15,6 +15,7 @@ from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from itertools import chain
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from kvstate.config import Geometry
@@ -149,10 +150,12 @@ class Addresses:
         return None
 
     def take(self, first: int, count: int) -> None:
-        """Take the beginning of the free run that `find` named. O(free runs)."""
-        at = bisect_left(self.free, (first, 0))
-        size = self.free[at][1]
-        self.free[at : at + 1] = [] if size == count else [(first + count, size - count)]
+        """Take what `find` named out of the free run that it lies in: others may have been merged
+        with it meanwhile. O(free runs)."""
+        at = bisect_right(self.free, first, key=itemgetter(0)) - 1
+        start, size = self.free[at]
+        rest = [(start, first - start), (first + count, start + size - first - count)]
+        self.free[at : at + 1] = [run for run in rest if run[1]]
 
     def give(self, first: int, count: int) -> None:
         """Return a run. O(free runs)."""
