@@ -123,15 +123,15 @@ _GROW = (
     ("frame.map_ahead", "ahead", "the margin, from what the pool can spare"),
     ("page.open", "opened", "mapped and charged pages may be written"),
 )
-_ORPHAN = (
+_LEFT_BEHIND = (
     ("host.orphan", "orphaned", "the host has the only copy"),
     ("page.bequeath", "outlived", "the host has the only copy"),
 )
+_ORPHAN = (*_LEFT_BEHIND, ("page.orphan", "awaited", "the host will have the only copy"))
 _BEQUEATH = (
     ("host.bequeath", "kept", "it is on the host already, or on its way"),
     ("page.bequeath", "inherited", "it is on the host already"),
 )
-_AWAIT = ("page.orphan", "awaited", "the host will have the only copy")
 _FREE = (
     ("frame.fence", "frames", "issued work may still touch the memory"),
     ("page.park", "left", "the memory stays mapped and belongs to the range"),
@@ -169,14 +169,14 @@ COUPLING: Final = (
     Link("sequence.shrink", "frame.park", "excess", "the mapping stays, the charge ends"),
     Link("sequence.rewind", "page.reopen", "rewound", "they will be written again"),
     Link("sequence.rewind", "page.promote", "heirs", "theirs are canonical now"),
-    *(Link("sequence.rewind", *rest) for rest in (*_ORPHAN, _AWAIT)),
+    *(Link("sequence.rewind", *rest) for rest in _ORPHAN),
     Link("sequence.move", "page.promote", "heirs", "theirs are canonical now"),
-    *(Link("sequence.move", *rest) for rest in (*_ORPHAN, _AWAIT)),
+    *(Link("sequence.move", *rest) for rest in _ORPHAN),
     Link("sequence.move", "page.park", "resident", "what it leaves is not its own any more"),
     Link("sequence.move", "range.free", "range", "the copy reads it; others may map it"),
-    *(Link("sequence.drop", *rest) for rest in (*_ORPHAN, _AWAIT)),
-    *(Link("sequence.close", *rest) for rest in (*_ORPHAN, _AWAIT)),
-    *(Link("span.empty", *rest) for rest in _ORPHAN),
+    *(Link("sequence.drop", *rest) for rest in _ORPHAN),
+    *(Link("sequence.close", *rest) for rest in _ORPHAN),
+    *(Link("span.empty", *rest) for rest in _LEFT_BEHIND),  # after a quiesce: no copy fills any
     *(Link("range.empty", *rest) for rest in _ORPHAN),
     Link("sequence.rewind", "span.end", "ending", "it is written again"),
     Link("span.end", "frame.delist", "delisted", "it is written again"),
