@@ -137,7 +137,7 @@ def what_stays_is_readable(before: View, after: View, lost: GivenUp) -> Iterator
         if _closes(before, after, was.owner) and not (
             _readable(after, block) or block.slot is not None
         ):
-            yield f"block {block.ordinal} could be read, and is left to an owner that cannot read it"
+            yield f"block {block.ordinal} could be read, and goes to one that cannot read it"
 
 
 def _closes(before: View, after: View, uid: int | None) -> bool:

@@ -373,7 +373,7 @@ KEPT: Final = (
             _mirrors_then_suspends, "copies awaited", "it waits for no copy",
             {"slots": 4, "write_through": "on_commit", "spans": "off"}),
     Mistake("the host keeps nothing", around(Reuse, "leaving", _to_any_heir),
-            _close_while_an_heir_loads, "left to readers", "that cannot read it",
+            _close_while_an_heir_loads, "left to readers", "goes to one that cannot read it",
             {"spans": "off"}, "latest"),
     Mistake("copies wait for a better time", forgets(Mirrors, "copy_out"),
             lambda kv: said(kv, PROMPT) and kv.poll(), "copies go out", "and a slot is free",
