@@ -161,6 +161,7 @@ class Ladder:
                 if self.arena.leaves_room(seq.range, sharing.span):
                     yield seq, sharing
             elif seq.transfer is None and not seq.pages.states.count(PRIVATE.code):
+                self.actor.life.change()
                 self.reuse.doubles.discard(seq)
 
     def _double_frames(self) -> int:
