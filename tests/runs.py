@@ -126,13 +126,15 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
         members = [names[name] for name in call.seqs]
         steps[call.step] = steps.get(0, 0) + 1
         steps[0] = steps[call.step]
-        return lambda run: run.kv.step(run.kv.batch(map(run.seq, members)), call.tokens)
+        return lambda run: run.kv.step(run.kv.batch([run.seq(one) for one in members]), call.tokens)
     if isinstance(call, trace.Settle):
         number = steps[call.step]
         return lambda run: run.kv.settle(run.kv.flight.steps[number], call.accepted)
     if isinstance(call, trace.CommitEach):
         members = [names[name] for name in call.seqs]
-        return lambda run: run.kv.commit_each(run.kv.batch(map(run.seq, members)), call.tokens)
+        return lambda run: run.kv.commit_each(
+            run.kv.batch([run.seq(one) for one in members]), call.tokens
+        )
     if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
         name = {trace.Poll: "poll", trace.Clear: "clear_reuse", trace.Trim: "trim"}[type(call)]
         keep = (call.keep,) if isinstance(call, trace.Trim) else ()
@@ -143,8 +145,8 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
         after = call.after
 
         def leave(run: Run) -> object:
-            event = run.device.record(None) if after else None
-            return getattr(run.seq(uid), name)(event)
+            seq, event = run.seq(uid), run.device.record(None) if after else None
+            return getattr(seq, name)(event)
 
         return leave
     makers: dict[Any, Callable[[Run], object]] = {
@@ -167,7 +169,7 @@ def _drained(run: Run) -> object:
 def _changed(run: Run) -> object:
     """A batch that changes."""
     batch = run.kv.batch(())
-    for seq in run.kv.sequences.values():
+    for seq in tuple(run.kv.sequences.values()):
         batch.add(seq)
     for seq in tuple(batch):
         batch.remove(seq)
@@ -176,7 +178,7 @@ def _changed(run: Run) -> object:
 
 def _viewed(run: Run) -> object:
     """Views of whoever has memory, if the device has any."""
-    running = [seq for seq in run.kv.sequences.values() if seq.base is not None]
+    running = [seq for seq in tuple(run.kv.sequences.values()) if seq.base is not None]
     views = [run.kv.tensors(seq, 0)[0] for seq in running if run.device.memory is not None]
     return [np.asarray(view) for view in views]
 
