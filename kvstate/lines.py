@@ -84,7 +84,8 @@ class Lines:
     ) -> tuple[list[tuple[Node, Sequence]], list[Node]]:
         """Those blocks that another sequence has too, and whose page of each is canonical then; and
         those that none has. In their order; they need not be a chain."""
-        inherited, lost = list[tuple[Node, Sequence]](), list[Node]()
+        inherited: list[tuple[Node, Sequence]] = []
+        lost: list[Node] = []
         for node in nodes:
             heir = self._heir(node, codes)
             if heir is None:
@@ -99,6 +100,8 @@ class Lines:
         """Who has the canonical pages of blocks that lose theirs, and which have none on the GPU
         then. A page that cannot be read there is better than none, and a copy on the host, that
         there is or that is being made for the `kept` ones, is better than that."""
+        if not self.lines:
+            return [], list(nodes)
         inherited, lost = self._inherited(nodes, READY)
         late, _ = self._inherited(n for n in lost if n.slot is None and n not in kept)
         gone = dict(late)

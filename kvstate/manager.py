@@ -349,7 +349,10 @@ class Manager(Rewinding, Handle):
         if event is not _CLOSE or seq.transfer is not None or seq.range is None:
             return look(seq, 0, passage)
         retains = self.config.retain
-        self.reuse.make_room(len(look(seq, 0, passage, retains=retains, room=host.capacity).kept))
+        leaving = look(seq, 0, passage, retains=retains, room=host.capacity)
+        if len(leaving.kept) <= host.free:
+            return leaving
+        self.reuse.make_room(len(leaving.kept))
         return look(seq, 0, passage, retains=retains, room=host.free)
 
     def _retain(self, seq: Sequence, passage: Passage | None, leaving: Leaving) -> None:

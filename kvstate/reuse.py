@@ -300,6 +300,8 @@ class Reuse(Lines):
         them is suspended, and that another has just committed: its page on the GPU is canonical
         from now on. What a copy reads on the host stays as it is. A host copy has another's bytes,
         and is given up."""
+        if not self._seen:
+            return
         seen, self._seen = self._seen, []
         self._take_over([pair for pair in dict(seen[::-1]).items() if _can_take_over(*pair)])
         found = [pair for pair in dict(seen[::-1]).items() if self._idle(*pair)]

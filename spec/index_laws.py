@@ -6,8 +6,8 @@ changes what the index names must see all of them.
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping
 from typing import Final
 
 from kvstate.spec import host, page
@@ -69,11 +69,12 @@ def index_coherence(view: View) -> Iterator[str]:
         for uid in block.line:
             yield from _names(block, view.by_uid.get(uid), _PRIVATE)
     owned = {(block.owner, block.ordinal) for block in view.blocks}
+    standing = Counter((uid, block.name) for block in view.blocks for uid in block.line)
     for seq in view.sequences if view.reuses else ():
         for at, code in enumerate(seq.pages):
             if code in _CANONICAL and (seq.uid, at) not in owned:
                 yield f"page {at} of sequence {seq.uid} is committed and not in the index"
-        yield from _stands_in_line(view, seq)
+        yield from _stands_in_line(view, seq, standing)
 
 
 def _host_pages(view: View) -> Iterator[str]:
@@ -99,10 +100,12 @@ def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) ->
         yield f"block {at} is of sequence {seq.uid}, whose page is {page_name(seq.pages[at])}"
 
 
-def _stands_in_line(view: View, seq: SequenceFact) -> Iterator[str]:
+def _stands_in_line(
+    view: View, seq: SequenceFact, standing: Mapping[tuple[int, int | None], int]
+) -> Iterator[str]:
     for at, name in enumerate(seq.blocks):
         block = view.block_of.get(name)
-        if block is not None and block.line.count(seq.uid) != (block.owner != seq.uid):
+        if block is not None and standing.get((seq.uid, name), 0) != (block.owner != seq.uid):
             yield f"block {at} is of {block.owner}, and sequence {seq.uid} not once in line for it"
 
 
