@@ -7,7 +7,7 @@ changes what the index names must see all of them.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Final
 
 from kvstate.spec import host, page
@@ -101,11 +101,11 @@ def _names(block: BlockFact, seq: SequenceFact | None, codes: frozenset[int]) ->
 
 
 def _stands_in_line(
-    view: View, seq: SequenceFact, standing: Mapping[tuple[int, int | None], int]
+    view: View, seq: SequenceFact, standing: Counter[tuple[int, int]]
 ) -> Iterator[str]:
     for at, name in enumerate(seq.blocks):
         block = view.block_of.get(name)
-        if block is not None and standing.get((seq.uid, name), 0) != (block.owner != seq.uid):
+        if block is not None and standing[seq.uid, block.name] != (block.owner != seq.uid):
             yield f"block {at} is of {block.owner}, and sequence {seq.uid} not once in line for it"
 
 
