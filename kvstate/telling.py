@@ -12,6 +12,7 @@ change.
 from __future__ import annotations
 
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Literal
 from weakref import ref
@@ -21,7 +22,7 @@ from kvstate.blocks import Listener, Loss, Medium, Node, descendants
 log = logging.getLogger("kvstate")
 
 
-class Telling:
+class Telling(ABC):
     """The part of the index that tells listeners what changes."""
 
     def __init__(self) -> None:
@@ -31,9 +32,9 @@ class Telling:
         """Nothing is told any more."""
         self._ears: tuple[ref[Listener], ...] = ()
 
+    @abstractmethod
     def walk(self) -> Iterator[Node]:
         """Every block, a parent before its children."""
-        raise NotImplementedError
 
     def close(self) -> None:
         """The memory of all blocks is given back: listeners are to forget everything, and hear
