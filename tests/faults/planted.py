@@ -21,6 +21,8 @@ class Fault:
     new: str
     report: str = ""
     """The public report that has it, where there is one."""
+    calls: int = 25
+    """How many the shrunk program may have."""
 
 
 FAULTS = (
@@ -650,6 +652,7 @@ FAULTS = (
         "kvstate/arena.py",
         "        return wanted <= 0\n",
         "        return True\n",
+        calls=40,  # a chat of five turns, six calls each
     ),
     Fault(
         "listeners are not told of the end",
