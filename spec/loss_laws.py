@@ -150,8 +150,11 @@ def _closes(before: View, after: View, uid: int | None) -> bool:
 
 
 def copies_go_out(before: View, after: View) -> Iterator[str]:
-    """Of what could be copied out before a poll nothing waits after it while slots are free."""
-    if not all(view.mirrors and view.host_counts[host.FREE.code] for view in (before, after)):
+    """Of what could be copied out before a poll nothing waits after it while slots are free: more
+    were than blocks have got in it."""
+    had = {name for name, block in before.block_of.items() if block.slot is not None}
+    got = sum(block.slot is not None and block.name not in had for block in after.blocks)
+    if not before.mirrors or before.host_counts[host.FREE.code] <= got:
         return
     for block in after.blocks:
         waited = before.block_of.get(block.name)
