@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Final
 
 from kvstate.spec import host, page, sequence
-from kvstate.spec.facts import BlockFact, GivenUp, View
+from kvstate.spec.facts import BlockFact, GivenUp, SequenceFact, View
 from kvstate.spec.memory_laws import code_at
 
 _CLOSED: Final = (sequence.CLOSING.code, None)
@@ -68,8 +68,9 @@ def _cut(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
 
 def _closed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence was closed, and the host had no slot for it, or gave it to another block."""
-    given = block.slot is None or any(one.slot == block.slot for one in after.blocks)
-    return _state(after, block) in _CLOSED and given and not _slots_were_free(before, after)
+    given = _bare(block, lost) or any(one.slot == block.slot for one in after.blocks)
+    closed = any(state in _CLOSED for state in _states(after, block))
+    return closed and given and not _slots_were_free(before, after)
 
 
 def _slots_were_free(before: View, after: View) -> bool:
@@ -82,29 +83,29 @@ def _slots_were_free(before: View, after: View) -> bool:
 
 def _dropped(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence was dropped while only the GPU had it."""
-    owner = before.by_uid.get(block.owner)
-    on_gpu = owner is not None and owner.state == sequence.ACTIVE.code and block.slot is None
-    return on_gpu and _state(after, block) in _GONE
+    fates = zip(_states(before, block), _states(after, block), strict=True)
+    dropped = any(was == sequence.ACTIVE.code and now in _GONE for was, now in fates)
+    return dropped and _bare(block, lost)
 
 
 def _unarrived(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence left while a copy was to bring it."""
-    owner = before.by_uid.get(block.owner)
-    return owner is not None and code_at(owner.pages, block.ordinal) in _LOADING
+    return any(code_at(seq.pages, block.ordinal) in _LOADING for seq in _owners(before, block))
 
 
 def _rewound(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """Its sequence has taken its tokens back."""
-    owner, end = after.by_uid.get(block.owner), (block.ordinal + 1) * after.tokens_per_block
-    return owner is not None and owner.known < end
+    end = (block.ordinal + 1) * after.tokens_per_block
+    return any(seq.known < end for seq in _owners(after, block))
 
 
 def _failed(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
     """A copy that was to write it has ended, or none could be begun by a sequence that leaves."""
     ended = before.transfer_of.keys() - after.transfer_of.keys()
     named = (before.transfer_of[token] for token in ended)
-    written = any(block.name in copy.blocks or copy.uid == block.owner for copy in named)
-    return written or _state(after, block) in _GONE
+    uids = _uids(block)
+    written = any(block.name in copy.blocks or copy.uid in uids for copy in named)
+    return written or any(state in _GONE for state in _states(after, block))
 
 
 def _spilled(before: View, after: View, block: BlockFact, lost: GivenUp) -> bool:
@@ -119,10 +120,27 @@ _REASONS: Final = {
 """When a reason is one."""
 
 
-def _state(view: View, block: BlockFact) -> int | None:
-    """What has become of the sequence that had a block; None if it is gone."""
-    owner = view.by_uid.get(block.owner)
-    return None if owner is None else owner.state
+def _uids(block: BlockFact) -> tuple[int | None, ...]:
+    """Who had a block, and those in line: in the same call one may have come to have it, and then
+    lost it."""
+    return block.owner, *block.line
+
+
+def _owners(view: View, block: BlockFact) -> Iterator[SequenceFact]:
+    """Those of them that there are."""
+    found = (view.by_uid.get(uid) for uid in _uids(block))
+    return (seq for seq in found if seq is not None)
+
+
+def _states(view: View, block: BlockFact) -> list[int | None]:
+    """What has become of them; None of one that is gone."""
+    found = (view.by_uid.get(uid) for uid in _uids(block))
+    return [None if seq is None else seq.state for seq in found]
+
+
+def _bare(block: BlockFact, lost: GivenUp) -> bool:
+    """The host did not have it, or a copy has failed."""
+    return block.slot is None or lost.failed
 
 
 def what_stays_is_readable(before: View, after: View, lost: GivenUp) -> Iterator[str]:
