@@ -194,8 +194,9 @@ class Core:
         reclaimable = gpu.parked + self.spans.spillable_frames
         protected = self.spans.protected_now
         return OutOfFrames(
-            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin
-        )
+            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin,
+            len(gpu.denied.ids),
+        )  # fmt: skip
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__

@@ -207,6 +207,8 @@ class Ledger:
     """Tokens of copies whose end was not reported yet."""
     work: tuple[Work, ...] = ()
     """Issued work that has not run, where the device can tell."""
+    room: int = 0
+    """For how many more frames it is known to have memory."""
 
     @property
     def empty(self) -> bool:
@@ -300,6 +302,8 @@ class View:
     host_address: int
     frame_counts: tuple[int, ...]
     pool_states: bytes
+    denied_states: bytes
+    """Of frames that the device had no memory for."""
     pool_ids: tuple[int, ...]
     host_counts: tuple[int, ...]
     host_states: bytes

@@ -135,8 +135,10 @@ def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
 
 
 def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
-    """The call with a seed for the device's schedule, and at times with a failure to come."""
-    return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
+    """The call with a seed for the device's schedule, and at times with a failure to come, or with
+    memory that others take or give back."""
+    room = random.choice((0, 0, 1, 2, -1, -1, -1)) if random.random() < 0.02 else None
+    return replace(call, seed=random.getrandbits(32), fail=_failures(call, random), room=room)
 
 
 def _failures(call: trace.AnyCall, random: Random) -> dict[str, int | list[int]]:
