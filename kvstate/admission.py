@@ -193,11 +193,12 @@ class Admission(Stepping):
         Changes nothing.
         """
         tokens = whole("capacity_tokens", capacity_tokens)
-        return self._admits(max(1, self.geometry.frames(tokens)))
+        frames = max(1, self.geometry.frames(tokens))
+        return frames <= self.gpu.usable_frames and self._admits(frames)
 
     def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
         if not self._running:
-            return frames <= self.gpu.usable_frames
+            return frames <= self.gpu.budget_frames
         limit = self.config.max_utilization_for_resume * self.gpu.usable_frames
         kept = self.gpu.in_spans - self.spans.frames_without(sharing)
         return self.gpu.charged + kept + frames <= limit

@@ -131,6 +131,8 @@ class Core:
         """Find what a plan is short of; False if there is nothing to wait for."""
         if isinstance(short, OutOfFrames) and short.place == "budget":
             return self.ladder.supply(short)
+        if isinstance(short, OutOfFrames) and short.place in ("gate", "reserve"):
+            return self.ladder.regain()
         if isinstance(short, OutOfFrames) and short.place == "addresses":
             return self.ladder.addresses()
         if isinstance(short, OutOfFrames) and short.place == "retained":

@@ -428,8 +428,7 @@ class Manager(Rewinding, Handle):
         self._enter()
         if self.mirrors is not None:
             self.mirrors.copy_out()
-        if self.gpu.denied.ids:
-            self.ladder.retry(self.device.room(self.geometry.frame_bytes))
+        self.ladder.regain()
         return self.flight.poll()
 
     @guarded
@@ -460,7 +459,7 @@ class Manager(Rewinding, Handle):
             self.ladder.spill(self.gpu.budget_frames)
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep)
-        self.ladder.retry()
+        self.ladder.regain()
 
     @guarded
     def events(

@@ -98,7 +98,7 @@ class Ladder:
     def supply(self, short: OutOfFrames) -> bool:
         """Bring into the pool what the call needs besides its own parked frames; False, with
         nothing done, if that cannot succeed."""
-        self.retry()
+        self.regain()
         for again in (False, True):  # if the device turns out to be full
             if not self._can_supply(short.needed):
                 return again  # built again, the call says what there is now
@@ -165,12 +165,16 @@ class Ladder:
         self.actor.run(plan)
         plan.settle()
 
-    def retry(self, most: int | None = None) -> None:
-        """Count on up to that many of the frames again that the device had no memory for."""
-        denied = self.gpu.denied
-        count = len(denied.ids) if most is None else min(most, len(denied.ids))
+    def regain(self) -> bool:
+        """Count on the frames again that the device had no memory for and has now; whether there
+        are any. It is asked only if there were some."""
+        denied, count = self.gpu.denied, 0
+        if denied.ids:
+            room = self.actor.device.room(self.actor.frame_bytes) - self.gpu.counts[ABSENT.code]
+            count = min(len(denied.ids), room)
         if count > 0:
             self._pass(_RETRY, denied, 0, count, self.gpu.absent(0)[0])
+        return count > 0
 
     def _pass(self, event: CellEvent, cells: Frames, low: int, high: int, into: Frames) -> None:
         """Frames that do not exist change their place: nothing for a device."""

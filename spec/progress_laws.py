@@ -31,12 +31,13 @@ _ROOM: Final = (
 def progress(view: View, refused: Refusal) -> Iterator[str]:
     """After a refusal, what is free, reclaimable and coming together is still too little; the gate
     is as wide as configured, no row is free, no address that nobody needs is taken. While nothing
-    runs neither the gate nor a promise is in anybody's way."""
+    runs neither the gate nor a promise is in anybody's way, unless others have the memory."""
     judge = _JUDGES.get(refused.place)
     if judge is None:
         yield f"{refused.call} was refused by {refused.place}, where something can always be found"
         return
-    if refused.place in ("gate", "reserve") and not running(view) and refused.call != "dummy":
+    alone = not running(view) and refused.call != "dummy" and not _lacking(view)
+    if refused.place in ("gate", "reserve") and alone:
         yield f"the {refused.place} refused a {refused.call} although nothing runs"
     yield from judge(view, refused)
 
@@ -68,7 +69,12 @@ def _had(view: View, refused: Refusal) -> int:
 
 def _regained(view: View) -> int:
     """Frames that the device had no memory for, and has now: a call that is short asks again."""
-    return min(_count(view, frame.DENIED), view.ledger.room)
+    return min(_count(view, frame.DENIED), max(0, view.ledger.room - _count(view, frame.ABSENT)))
+
+
+def _lacking(view: View) -> int:
+    """Frames of the budget that others have."""
+    return _count(view, frame.DENIED) - _regained(view)
 
 
 def _promise(view: View, seq: SequenceFact) -> int:
@@ -156,7 +162,7 @@ def _judge_gate(view: View, refused: Refusal) -> Iterator[str]:
     charge = _count(view, frame.MAPPED, frame.LIVE_SPAN) + _in_spans(view, refused, left)
     # A dummy is let in with nothing, and grows then.
     needed = 1 if refused.call == "dummy" else _beginning(view, refused)
-    usable = view.budget_frames - _count(view, frame.DENIED)
+    usable = view.budget_frames - _lacking(view)
     if charge + needed <= view.max_utilization * usable:
         yield (
             f"the gate refused a {refused.call} of {needed} frames, {charge} of "

@@ -126,7 +126,7 @@ def test_a_ladder_that_asks_no_more_is_noticed(monkeypatch: pytest.MonkeyPatch) 
         if not plant:
             play(kv)
         else:
-            forgets(Ladder, "retry")(monkeypatch)
+            forgets(Ladder, "regain")(monkeypatch)
             with pytest.raises(AssertionError) as caught:
                 play(kv)
             assert found(caught.value, "progress", "free, parked, coming or in spans")  # type: ignore[arg-type]
