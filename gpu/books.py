@@ -224,8 +224,8 @@ class Books(Handle):
     # Memory that others have.
 
     def limit(self, frames: int | None) -> None:
-        """It has memory for that many more frames; None: for as many as there are."""
-        self._most = None if frames is None else len(self.frames) + frames
+        """See `kvstate.device.ByteDevice.limit`."""
+        self._most = frames
 
     @property
     def left(self) -> int:

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -25,7 +26,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-from attrs import define, frozen
+from attrs import define, evolve, frozen
 
 from kvstate.device import (
     Completion,
@@ -655,7 +656,8 @@ class CudaDevice(Books):
 
     def ledger(self) -> Ledger:
         """The device's own books. What runs when is not known here."""
-        return self.books(())
+        known = 0 if self.left == sys.maxsize else self.left
+        return evolve(self.books(()), room=known)
 
     def close(self) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give

@@ -250,8 +250,8 @@ class ByteDevice(Device, Protocol):
         """
 
     def limit(self, frames: int | None) -> None:
-        """From now on it has memory for that many more frames than it holds; None: for as many as
-        there are."""
+        """From now on it has memory for that many frames in all, those that it holds among them;
+        None: for as many as there are."""
 
     def wake(self) -> None:
         """Let copies that were told never to end, end after all."""

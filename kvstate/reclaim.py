@@ -150,7 +150,7 @@ class Ladder:
             try:
                 self._create(count)
             except DeviceFull as full:
-                count = min(full.had, count - 1)
+                count = min(self._note(full.had), count - 1)
             else:
                 break
         if count == asked or asked <= 0:
@@ -165,13 +165,19 @@ class Ladder:
         self.actor.run(plan)
         plan.settle()
 
+    def _note(self, room: int) -> int:
+        """What the device says, which a replay has to say too."""
+        gpu = self.gpu
+        self.flight.memory_frames = min(gpu.existing + room, gpu.budget_frames)
+        return room
+
     def regain(self) -> bool:
         """Count on the frames again that the device had no memory for and has now; whether there
         are any. It is asked only if there were some."""
         denied, count = self.gpu.denied, 0
         if denied.ids:
-            room = self.actor.device.room(self.actor.frame_bytes) - self.gpu.counts[ABSENT.code]
-            count = min(len(denied.ids), room)
+            room = self._note(self.actor.device.room(self.actor.frame_bytes))
+            count = min(len(denied.ids), room - self.gpu.counts[ABSENT.code])
         if count > 0:
             self._pass(_RETRY, denied, 0, count, self.gpu.absent(0)[0])
         return count > 0

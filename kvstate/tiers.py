@@ -55,6 +55,11 @@ class FrameBudget:
         return self.counts[ABSENT.code] + self.counts[POOLED.code]
 
     @property
+    def existing(self) -> int:
+        """Frames that the device holds."""
+        return self.budget_frames - self.counts[ABSENT.code] - self.counts[DENIED.code]
+
+    @property
     def usable_frames(self) -> int:
         """The budget, without what the device had no memory for when it was asked."""
         return self.budget_frames - self.counts[DENIED.code]

@@ -8,7 +8,8 @@ from typing import cast
 
 import pytest
 
-from kvstate import Manager, OutOfFrames, Sequence
+from kvstate import Manager, OutOfFrames, Sequence, trace
+from kvstate.campaign.player import Player
 from kvstate.device import ByteDevice
 from kvstate.gpu import HostDevice
 from kvstate.observe import observe
@@ -22,7 +23,8 @@ FOUR = [5, 6, 7, 8]
 
 
 def limit(kv: Manager, frames: int | None) -> None:
-    cast("ByteDevice", kv.device).limit(frames)
+    """The device has memory for that many more frames than it holds."""
+    cast("ByteDevice", kv.device).limit(None if frames is None else kv.gpu.existing + frames)
 
 
 def begun(kv: Manager, tokens: int) -> Sequence:
@@ -107,6 +109,26 @@ def test_a_call_that_is_short_asks_again(open_manager: Open) -> None:
     limit(kv, None)
     seq.resize(4)
     assert seq.capacity_tokens == 4
+
+
+def test_a_record_says_what_the_device_had() -> None:
+    """Played on a device with as much memory as it likes, everything comes to the same."""
+    lines = list[bytes]()
+    with Manager(small(), HostDevice(), record=lines.append) as kv:
+        first, second = begun(kv, 8), begun(kv, 4)
+        limit(kv, 1)
+        with pytest.raises(OutOfFrames):
+            second.resize(16)
+        limit(kv, None)
+        kv.poll()
+        second.resize(16)
+        assert kv.stats().frames == {"ABSENT": 2, "MAPPED": 6}
+        first.close()
+    calls = [trace.decode_call(line, 0) for line in lines[1:]]
+    assert [call.error for call in calls].count("OutOfFrames") == 1
+    assert [call.memory for call in calls if call.memory is not None] == [4, 8]
+    player = Player(trace.Header(kvstate_trace=trace.VERSION, config=small()), HostDevice())
+    player.play(calls)
 
 
 def test_a_ladder_that_asks_no_more_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
