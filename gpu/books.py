@@ -402,7 +402,6 @@ class Books(Handle):
             dict(self.host_memory),
             frozenset(self.copies),
             work,
-            self.left,
         )
 
 

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 import logging
-import sys
 import warnings
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -26,7 +25,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-from attrs import define, evolve, frozen
+from attrs import define, frozen
 
 from kvstate.device import (
     Completion,
@@ -656,8 +655,7 @@ class CudaDevice(Books):
 
     def ledger(self) -> Ledger:
         """The device's own books. What runs when is not known here."""
-        known = 0 if self.left == sys.maxsize else self.left
-        return evolve(self.books(()), room=known)
+        return self.books(())
 
     def close(self) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give

@@ -207,8 +207,6 @@ class Ledger:
     """Tokens of copies whose end was not reported yet."""
     work: tuple[Work, ...] = ()
     """Issued work that has not run, where the device can tell."""
-    room: int = 0
-    """For how many more frames it is known to have memory."""
 
     @property
     def empty(self) -> bool:
@@ -257,6 +255,8 @@ class Refusal:
     """So many tokens of its prompt the named one could have from others."""
     roomy: bool = False
     """There are addresses for two ranges of each row and for one more, all of the greatest size."""
+    room: int = 0
+    """For how many more frames the device has memory, if nobody else can take it."""
 
 
 @frozen

@@ -36,7 +36,7 @@ def progress(view: View, refused: Refusal) -> Iterator[str]:
     if judge is None:
         yield f"{refused.call} was refused by {refused.place}, where something can always be found"
         return
-    alone = not running(view) and refused.call != "dummy" and not _lacking(view)
+    alone = not running(view) and refused.call != "dummy" and not _lacking(view, refused)
     if refused.place in ("gate", "reserve") and alone:
         yield f"the {refused.place} refused a {refused.call} although nothing runs"
     yield from judge(view, refused)
@@ -62,19 +62,19 @@ def _had(view: View, refused: Refusal) -> int:
     runs = running(view) + (refused.call == "dummy")
     return (
         _count(view, *_FREE)
-        + _regained(view)
+        + _regained(view, refused)
         + spare_spans(view, protected_frames(view) if runs > 1 else 0)
     )
 
 
-def _regained(view: View) -> int:
+def _regained(view: View, refused: Refusal) -> int:
     """Frames that the device had no memory for, and has now: a call that is short asks again."""
-    return min(_count(view, frame.DENIED), max(0, view.ledger.room - _count(view, frame.ABSENT)))
+    return min(_count(view, frame.DENIED), max(0, refused.room - _count(view, frame.ABSENT)))
 
 
-def _lacking(view: View) -> int:
+def _lacking(view: View, refused: Refusal) -> int:
     """Frames of the budget that others have."""
-    return _count(view, frame.DENIED) - _regained(view)
+    return _count(view, frame.DENIED) - _regained(view, refused)
 
 
 def _promise(view: View, seq: SequenceFact) -> int:
@@ -162,7 +162,7 @@ def _judge_gate(view: View, refused: Refusal) -> Iterator[str]:
     charge = _count(view, frame.MAPPED, frame.LIVE_SPAN) + _in_spans(view, refused, left)
     # A dummy is let in with nothing, and grows then.
     needed = 1 if refused.call == "dummy" else _beginning(view, refused)
-    usable = view.budget_frames - _lacking(view)
+    usable = view.budget_frames - _lacking(view, refused)
     if charge + needed <= view.max_utilization * usable:
         yield (
             f"the gate refused a {refused.call} of {needed} frames, {charge} of "

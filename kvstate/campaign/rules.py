@@ -137,8 +137,9 @@ def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
 def dressed(player: Player, call: trace.AnyCall, random: Random) -> trace.AnyCall:
     """The call with a seed for the device's schedule, and at times with a failure to come, or with
     memory that others take or give back."""
-    memory = _memory(player, random) if random.random() < 0.02 else None
-    return replace(call, seed=random.getrandbits(32), fail=_failures(call, random), memory=memory)
+    seed = random.getrandbits(32)
+    memory = None if seed % 50 else _memory(player, Random(seed))
+    return replace(call, seed=seed, fail=_failures(call, random), memory=memory)
 
 
 def _memory(player: Player, random: Random) -> int:
