@@ -18,6 +18,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -27,7 +28,7 @@ from weakref import ref
 import numpy as np
 
 from kvstate.device import CALLS, CopyRun, MapRun, Stream, UnmapRun
-from kvstate.errors import ConfigError, DeviceError, DeviceFault, IllegalTransition
+from kvstate.errors import ConfigError, DeviceError, DeviceFault, DeviceFull, IllegalTransition
 from kvstate.handles import Handle
 from kvstate.spec.facts import Ledger, Work
 
@@ -82,6 +83,8 @@ class Books(Handle):
         self.pid = os.getpid()
         self.forked = False
         """It is the copy in the child of a fork."""
+        self._most: int | None = None
+        """Frames that it has memory for, if others have the rest."""
         self._taken_by: object = None
         """What stands for its manager."""
         _DEVICES.add(ref(self, _DEVICES.discard))
@@ -218,6 +221,22 @@ class Books(Handle):
         """Whether the copy that is issued shall never end."""
         return bool(self._failing) and self._due("hang")
 
+    # Memory that others have.
+
+    def limit(self, frames: int | None) -> None:
+        """See `kvstate.device.ByteDevice.limit`."""
+        self._most = frames
+
+    @property
+    def left(self) -> int:
+        """Frames that it was left to create."""
+        return sys.maxsize if self._most is None else max(0, self._most - len(self.frames))
+
+    def room(self, frame_bytes: int) -> int:
+        """See `kvstate.device.Device.room`."""
+        self.present("room")
+        return self.left
+
     # Checks: each raises DeviceError before anything is done.
 
     def check_create(self, count: int, frame_bytes: int) -> None:
@@ -229,6 +248,8 @@ class Books(Handle):
             )
         if self.frames and frame_bytes != self.frame_bytes:
             raise DeviceError("create", f"frames here have {self.frame_bytes} bytes")
+        if count > self.left:
+            raise DeviceFull(count, self.left)
 
     def check_release(self, frames: Sequence[int]) -> None:
         """Frames that exist, mapped nowhere, each named once."""

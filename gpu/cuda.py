@@ -38,7 +38,7 @@ from kvstate.device import (
     Stream,
     UnmapRun,
 )
-from kvstate.errors import ConfigError, DeviceError, DeviceFault
+from kvstate.errors import ConfigError, DeviceError, DeviceFault, DeviceFull
 from kvstate.gpu.books import Books, Undo
 from kvstate.gpu.checks import Checker, CudaCheck
 from kvstate.gpu.driver import Driver
@@ -54,6 +54,7 @@ log = logging.getLogger("kvstate")
 
 _NAP_S = 20e-6
 """Between two looks at what is waited for."""
+_NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
 _HUNG_S = 0.3
 """How long to wait at the most once a copy was told never to end."""
 NON_BLOCKING = 1
@@ -205,18 +206,30 @@ class CudaDevice(Books):
         del self.reservations[address]
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
-        """Allocate frames; if one fails, those before it are released again."""
+        """Allocate frames; if one fails, those before it are released again. Of a card that is
+        full the driver says so, which is a lack of frames: DeviceFull."""
         self._enter("create")
         self.check_create(count, frame_bytes)
         names = list(range(self._made, self._made + count))
         with self.whole() as undo:
             for name in names:
-                self._handles[name] = self._create_one(frame_bytes)
+                try:
+                    self._handles[name] = self._create_one(frame_bytes)
+                except DeviceError as error:
+                    if _NO_MEMORY not in error.detail:
+                        raise
+                    raise DeviceFull(count, len(undo)) from error
                 undo.append(partial(self._free, name))
         self.frame_bytes = frame_bytes
         self._made += count
         self.frames.update(names)
         return names
+
+    def room(self, frame_bytes: int) -> int:
+        """What the driver says is free, which is not all in pieces of that size."""
+        self._select("room")
+        error, free, _ = self.api.cuMemGetInfo()
+        return min(self.left, 0 if error else free // frame_bytes)
 
     def release(self, frames: Sequence[int]) -> None:
         """Free frames."""

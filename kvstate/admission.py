@@ -193,12 +193,13 @@ class Admission(Stepping):
         Changes nothing.
         """
         tokens = whole("capacity_tokens", capacity_tokens)
-        return self._admits(max(1, self.geometry.frames(tokens)))
+        frames = max(1, self.geometry.frames(tokens))
+        return frames <= self.gpu.usable_frames and self._admits(frames)
 
     def _admits(self, frames: int, sharing: Sharing | None = None) -> bool:
         if not self._running:
             return frames <= self.gpu.budget_frames
-        limit = self.config.max_utilization_for_resume * self.gpu.budget_frames
+        limit = self.config.max_utilization_for_resume * self.gpu.usable_frames
         kept = self.gpu.in_spans - self.spans.frames_without(sharing)
         return self.gpu.charged + kept + frames <= limit
 
@@ -211,7 +212,7 @@ class Admission(Stepping):
         """Frames that no sequence has and that none was promised; without the protected share if
         somebody is `competing` for them. O(sequences)."""
         kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=competing)
-        return self.gpu.budget_frames - self.gpu.charged - kept - self._promised()
+        return self.gpu.usable_frames - self.gpu.charged - kept - self._promised()
 
     @guarded
     def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:

@@ -131,6 +131,8 @@ class Core:
         """Find what a plan is short of; False if there is nothing to wait for."""
         if isinstance(short, OutOfFrames) and short.place == "budget":
             return self.ladder.supply(short)
+        if isinstance(short, OutOfFrames) and short.place in ("gate", "reserve"):
+            return self.ladder.regain()
         if isinstance(short, OutOfFrames) and short.place == "addresses":
             return self.ladder.addresses()
         if isinstance(short, OutOfFrames) and short.place == "retained":
@@ -194,8 +196,9 @@ class Core:
         reclaimable = gpu.parked + self.spans.spillable_frames
         protected = self.spans.protected_now
         return OutOfFrames(
-            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin
-        )
+            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin,
+            len(gpu.denied.ids),
+        )  # fmt: skip
 
     def _refused(self, error: CapacityError) -> CapacityError:
         place = error.place if isinstance(error, OutOfFrames) else type(error).__name__

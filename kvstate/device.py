@@ -119,7 +119,11 @@ class Device(Protocol):
         """Give a whole reservation back; nothing may be mapped in it."""
 
     def create(self, count: int, frame_bytes: int) -> list[int]:
-        """Allocate physical frames. All or none."""
+        """Allocate physical frames. All or none. Raises DeviceFull if there is no memory for that
+        many, with the number for which there was."""
+
+    def room(self, frame_bytes: int) -> int:
+        """For how many more frames of that size it has memory now. Others may take it meanwhile."""
 
     def release(self, frames: Sequence[int]) -> None:
         """Free physical frames that are mapped nowhere."""
@@ -244,6 +248,10 @@ class ByteDevice(Device, Protocol):
         `complete` is the end of the `nth` next copy that is issued, and with `hang` that end never
         comes. `any` is the `nth` point of whatever kind.
         """
+
+    def limit(self, frames: int | None) -> None:
+        """From now on it has memory for that many frames in all, those that it holds among them;
+        None: for as many as there are."""
 
     def wake(self) -> None:
         """Let copies that were told never to end, end after all."""

@@ -51,15 +51,17 @@ class OutOfFrames(CapacityError):
     """GPU memory is short.
 
     `needed` frames were to become charged; `free` could be had at once, `reclaimable` are parked or
-    in spans, `coming` wait for issued work. `place` is the check that refused: `gate`, `budget`,
+    in spans, `coming` wait for issued work; for `denied` frames of the budget the device has no
+    memory, which others have. `place` is the check that refused: `gate`, `budget`,
     `reserve`, `limit` or `addresses`. Of what is in spans, `protected` frames were not to be had.
     """
 
     def __init__(
         self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str,
         uses: Mapping[Any, int] | None = None, protected: int = 0,
-        margin: int = 0,
+        margin: int = 0, denied: int = 0,
     ) -> None:  # fmt: skip
+        self.denied = denied
         self.needed, self.free, self.place = needed, free, place
         self.reclaimable, self.coming = reclaimable, coming
         self.protected = protected
@@ -70,6 +72,7 @@ class OutOfFrames(CapacityError):
         super().__init__(
             f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "
             f"{coming} are coming; refused by the {place}"
+            + (f"; the device has no memory for {denied} more of the budget" if denied else "")
         )
 
 
@@ -100,6 +103,15 @@ class DeviceError(KvStateError):
     def __init__(self, call: str, detail: str) -> None:
         self.call, self.detail = call, detail
         super().__init__(f"device call {call} failed: {detail}")
+
+
+class DeviceFull(DeviceError):
+    """The device has no memory for the frames that were asked for, only for `had` of them. The
+    manager takes that for a lack of frames: no call of its raises this."""
+
+    def __init__(self, needed: int, had: int) -> None:
+        self.needed, self.had = needed, had
+        super().__init__("create", f"it has memory for {had} of {needed} frames")
 
 
 class DeviceFault(KvStateError):

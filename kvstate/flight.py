@@ -70,6 +70,9 @@ class Flight:
         """The latest completions that polls delivered. Whoever reads them takes them out."""
         self.quiesced: deque[Completion] = deque(maxlen=4096)
         """The same for quiesces."""
+        self.memory_frames: int | None = None
+        """For how many frames the device had memory when it was last asked, at the most the budget.
+        The recorder takes it out."""
         self.ended: deque[Ended] = deque(maxlen=4096)
         """The latest ends of copies of living bytes. Whoever reads them takes them out."""
 

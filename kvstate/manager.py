@@ -428,6 +428,7 @@ class Manager(Rewinding, Handle):
         self._enter()
         if self.mirrors is not None:
             self.mirrors.copy_out()
+        self.ladder.regain()
         return self.flight.poll()
 
     @guarded
@@ -458,6 +459,7 @@ class Manager(Rewinding, Handle):
             self.ladder.spill(self.gpu.budget_frames)
             self.ladder.spill_spans(self.gpu.budget_frames)
         self.ladder.release(keep)
+        self.ladder.regain()
 
     @guarded
     def events(

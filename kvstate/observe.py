@@ -123,9 +123,8 @@ class LawKeeper:
             )
             _check("change", self.asked, before, self.seen, failed)
         if isinstance(error, CapacityError):
-            _check(
-                "refusal", self.asked, self.seen, refusal(kv.config, kv.geometry, name, args, error)
-            )
+            refused = refusal(kv.config, kv.geometry, kv.device, name, args, error)
+            _check("refusal", self.asked, self.seen, refused)
 
     def _given_up(self) -> GivenUp:
         """What the call gave up."""

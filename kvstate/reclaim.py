@@ -1,6 +1,7 @@
 """Supply and reclaim: where frames come from when the pool has too few.
 
-One ladder, climbed once a call and only when it can help: create within the budget; then one
+One ladder, climbed once a call and only when it can help: create within the budget, if the device
+has the memory, and else count on that no more until others have given some back; then one
 quiesce, which lets everything behind a fence land; map spans where sequences have copies of them,
 which loses nothing; and unmap what is parked: first the unused tails of running sequences beyond
 their margins, then parked ranges, the longest parked first, and then margins, evenly: as many
@@ -22,13 +23,14 @@ from typing import Final
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range, missing
 from kvstate.config import GpuTier
-from kvstate.errors import DeviceError, OutOfFrames
+from kvstate.errors import DeviceError, DeviceFull, OutOfFrames
 from kvstate.flight import Flight
+from kvstate.plan import Frames
 from kvstate.reuse import Reuse
 from kvstate.runs import runs_of
 from kvstate.sequence import Sequence
 from kvstate.spans import Sharing, Span, Spans, ranges_behind
-from kvstate.spec.compiled import MACHINES
+from kvstate.spec.compiled import MACHINES, CellEvent
 from kvstate.spec.frame import ABSENT, POOLED
 from kvstate.spec.page import PRIVATE
 from kvstate.spec.range import PARKED, RESERVED
@@ -38,6 +40,8 @@ from kvstate.tiers import FrameBudget
 log = logging.getLogger("kvstate")
 
 _CREATE: Final = MACHINES.cell("frame.create")
+_DENY: Final = MACHINES.cell("frame.deny")
+_RETRY: Final = MACHINES.cell("frame.retry")
 _RELEASE: Final = MACHINES.cell("frame.release")
 _CONDEMN: Final = MACHINES.cell("frame.condemn")
 _SPARE: Final = MACHINES.cell("frame.spare")
@@ -94,22 +98,35 @@ class Ladder:
     def supply(self, short: OutOfFrames) -> bool:
         """Bring into the pool what the call needs besides its own parked frames; False, with
         nothing done, if that cannot succeed."""
+        self.regain()
+        for again in (False, True):  # if the device turns out to be full
+            if not self._can_supply(short.needed):
+                return again  # built again, the call says what there is now
+            self._reclaim(short)
+            wanted = missing(short.uses, short.margin) - self.gpu.counts[POOLED.code]
+            if self.create(min(wanted, self.gpu.counts[ABSENT.code])):
+                return True
+            if missing(short.uses) <= self.gpu.counts[POOLED.code]:
+                return True  # for lack of a margin nothing is refused
+        return True
+
+    def _can_supply(self, needed: int) -> bool:
         gpu = self.gpu
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames
-        if short.needed > had and short.needed > had + self._double_frames():
-            return False
-        fresh = missing(short.uses)
+        return needed <= had or needed <= had + self._double_frames()
+
+    def _reclaim(self, short: OutOfFrames) -> None:
+        """Bring into the pool what can neither be created nor is there."""
+        gpu, fresh = self.gpu, missing(short.uses)
+        if fresh <= gpu.free:
+            return
+        self.flight.quiesce()
+        self.remap(fresh - gpu.free)
         if fresh > gpu.free:
-            self.flight.quiesce()
-            self.remap(fresh - gpu.free)
-            if fresh > gpu.free:
-                prompt = short.margin - self.ahead_frames
-                wanted = missing(short.uses, prompt + min(1, self.ahead_frames))
-                self.spill(max(wanted - gpu.free, self.least_frames), short.uses)
-            self.spill_spans(fresh - gpu.free)
-        wanted = missing(short.uses, short.margin)
-        self.create(min(wanted - gpu.counts[POOLED.code], gpu.counts[ABSENT.code]))
-        return True
+            prompt = short.margin - self.ahead_frames
+            wanted = missing(short.uses, prompt + min(1, self.ahead_frames))
+            self.spill(max(wanted - gpu.free, self.least_frames), short.uses)
+        self.spill_spans(fresh - gpu.free)
 
     def addresses(self) -> bool:
         """Turn every range that nobody uses into free addresses, those of spans too; False if there
@@ -125,13 +142,52 @@ class Ladder:
         self.arena.trim_homes()
         return True
 
-    def create(self, count: int) -> None:
-        """Allocate frames into the pool."""
+    def create(self, count: int) -> bool:
+        """Allocate frames into the pool. False if the device was full: what it had is there, and
+        the rest of the budget is DENIED until it is asked again."""
+        asked = count
+        while count > 0:
+            try:
+                self._create(count)
+            except DeviceFull as full:
+                count = min(self._note(full.had), count - 1)
+            else:
+                break
+        if count == asked or asked <= 0:
+            return True
+        self._pass(_DENY, *self.gpu.absent(self.gpu.counts[ABSENT.code]), self.gpu.denied)
+        self.flight.counters["device_full"] += 1
+        return False
+
+    def _create(self, count: int) -> None:
+        plan = self.flight.plan()
+        plan.fire(_CREATE, *self.gpu.absent(count), self.gpu.pool)
+        self.actor.run(plan)
+        plan.settle()
+
+    def _note(self, room: int) -> int:
+        """What the device says, which a replay has to say too."""
+        gpu = self.gpu
+        self.flight.memory_frames = min(gpu.existing + room, gpu.budget_frames)
+        return room
+
+    def regain(self) -> bool:
+        """Count on the frames again that the device had no memory for and has now; whether there
+        are any. It is asked only if there were some."""
+        denied, count = self.gpu.denied, 0
+        if denied.ids:
+            room = self._note(self.actor.device.room(self.actor.frame_bytes))
+            count = min(len(denied.ids), room - self.gpu.counts[ABSENT.code])
         if count > 0:
-            plan = self.flight.plan()
-            plan.fire(_CREATE, *self.gpu.absent(count), self.gpu.pool)
-            self.actor.run(plan)
-            plan.settle()
+            self._pass(_RETRY, denied, 0, count, self.gpu.absent(0)[0])
+        return count > 0
+
+    def _pass(self, event: CellEvent, cells: Frames, low: int, high: int, into: Frames) -> None:
+        """Frames that do not exist change their place: nothing for a device."""
+        self.actor.life.change()
+        plan = self.flight.plan()
+        plan.fire(event, cells, low, high, into)
+        plan.settle()
 
     def release(self, keep: int) -> None:
         """Give pooled frames back to the driver until only `keep` are left."""

@@ -74,7 +74,9 @@ class Recorder:
             error=None if error is None else type(error).__name__,
             ended=[(token, ok) for token, ok in polled],
             failed=[token for token, ok in quiesced if not ok],
+            memory=self.kv.flight.memory_frames,
         )
+        self.kv.flight.memory_frames = None
         polled.clear()
         quiesced.clear()
         self.sink(trace.encode(call) + b"\n")

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from kvstate.config import Config, Geometry
+from kvstate.device import Device
 from kvstate.errors import CapacityError, HostExhausted, OutOfFrames
 from kvstate.keys import ID_BYTES
 from kvstate.spec.facts import Refusal
@@ -27,8 +28,9 @@ _SUBJECT = {"fork": "parent", "step": "batch"}
 
 
 def refusal(
-    config: Config, sizes: Geometry, call: str, args: Mapping[str, Any], error: CapacityError
-) -> Refusal:
+    config: Config, sizes: Geometry, device: Device, call: str, args: Mapping[str, Any],
+    error: CapacityError,
+) -> Refusal:  # fmt: skip
     """A call that was refused, with its arguments."""
     subject = args.get(_SUBJECT.get(call, "seq"))
     seqs = () if subject is None else tuple(subject) if call == "step" else (subject,)
@@ -37,6 +39,7 @@ def refusal(
         named = seqs[0].max_tokens if seqs else config.max_tokens
     counts = () if named is None else np.broadcast_to(named, max(1, len(seqs))).tolist()
     prompt = seqs[0].prompt if call == "resume" else b""
+    shared = device.memory is not None and device.memory[0] == "cuda"
     most = max(0, len(prompt) // ID_BYTES - 1)
     return Refusal(
         call=call,
@@ -44,6 +47,7 @@ def refusal(
         uids=tuple(seq.uid for seq in seqs),
         tokens=tuple(counts),
         prompt_tokens=min(most, seqs[0].max_tokens) if seqs else 0,
+        room=0 if shared else device.room(sizes.frame_bytes),
         roomy=sizes.arena_bytes >= (2 * sizes.rows + 1) * sizes.longest_frames * sizes.frame_bytes,
     )
 

@@ -9,7 +9,17 @@ from __future__ import annotations
 import numpy as np
 
 from kvstate.plan import Cells, Frames, Run
-from kvstate.spec.frame import ABSENT, COMING, FRAME, LIVE_SPAN, MAPPED, PARKED, POOLED, SPAN
+from kvstate.spec.frame import (
+    ABSENT,
+    COMING,
+    DENIED,
+    FRAME,
+    LIVE_SPAN,
+    MAPPED,
+    PARKED,
+    POOLED,
+    SPAN,
+)
 from kvstate.spec.host import (
     DRAINING,
     FILLING,
@@ -33,6 +43,8 @@ class FrameBudget:
         self.counts = [0] * len(FRAME.states)
         self.counts[ABSENT.code] = budget_frames
         self.pool = Frames(self, self.counts)
+        self.denied = Frames(self, self.counts)
+        """Those that the device had no memory for."""
 
     def __str__(self) -> str:
         return "the GPU tier"
@@ -41,6 +53,16 @@ class FrameBudget:
     def free(self) -> int:
         """Frames to be had at once: pooled, or absent and within the budget."""
         return self.counts[ABSENT.code] + self.counts[POOLED.code]
+
+    @property
+    def existing(self) -> int:
+        """Frames that the device holds."""
+        return self.budget_frames - self.counts[ABSENT.code] - self.counts[DENIED.code]
+
+    @property
+    def usable_frames(self) -> int:
+        """The budget, without what the device had no memory for when it was asked."""
+        return self.budget_frames - self.counts[DENIED.code]
 
     @property
     def parked(self) -> int:

@@ -66,6 +66,10 @@ class Call(
     """Which kinds of device calls are told to fail during this call, and which one of each, or
     which several."""
 
+    memory: int | None = None
+    """From this call on the device has memory for that many frames in all, those that it holds
+    among them; below 0, for as many as there are. A record has it where the device was asked."""
+
     ended: list[tuple[int, bool]] | None = None
     """The copies whose end a poll delivered during this call, by number, and their success.
 

@@ -46,6 +46,7 @@ def view(kv: Manager) -> View:
         host_address=kv.host.address,
         frame_counts=tuple(kv.gpu.counts),
         pool_states=bytes(kv.gpu.pool.states),
+        denied_states=bytes(kv.gpu.denied.states),
         pool_ids=tuple(kv.gpu.pool.ids),
         host_counts=tuple(kv.host.counts),
         host_states=bytes(kv.host.cells.states),

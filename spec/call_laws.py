@@ -182,7 +182,7 @@ def all_at_rest(view: View) -> Iterator[str]:
         left = getattr(view, name)
         if left:
             yield f"{len(left)} {name} are left: {left}"
-    absent = view.frame_counts[frame.ABSENT.code]
+    absent = view.frame_counts[frame.ABSENT.code] + view.frame_counts[frame.DENIED.code]
     if absent != view.budget_frames:
         yield f"{absent} of {view.budget_frames} frames are ABSENT"
     if view.host_states.strip(bytes([host.FREE.code])):

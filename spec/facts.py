@@ -255,6 +255,8 @@ class Refusal:
     """So many tokens of its prompt the named one could have from others."""
     roomy: bool = False
     """There are addresses for two ranges of each row and for one more, all of the greatest size."""
+    room: int = 0
+    """For how many more frames the device has memory, if nobody else can take it."""
 
 
 @frozen
@@ -300,6 +302,8 @@ class View:
     host_address: int
     frame_counts: tuple[int, ...]
     pool_states: bytes
+    denied_states: bytes
+    """Of frames that the device had no memory for."""
     pool_ids: tuple[int, ...]
     host_counts: tuple[int, ...]
     host_states: bytes

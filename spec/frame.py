@@ -9,6 +9,9 @@ first memory to be unmapped under pressure.
 Frames of a span are LIVE_SPAN while their owner runs, who pays; then SPAN, and the registry pays.
 Whoever else maps them has aliases, and pays nothing.
 
+The budget is what a caller allows, and others may have the memory all the same: of a device that is
+full the frames that it could not give are DENIED, which is a lack of memory like any other.
+
 Rejected: charging the tail to its sequence. At the ceiling that turns a margin into fewer admitted
 sequences (report S11).
 """
@@ -40,16 +43,19 @@ LIVE_SPAN: Final = State(
 SPAN: Final = State(
     7, "SPAN", "of a prefix whose owner left, for others to map", payer="registry", place="gpu"
 )
+DENIED: Final = State(8, "DENIED", "budget for which the device had no memory when it was asked")
 
 FRAME: Final = Table(
     "frame",
     "who pays for one physical allocation on the GPU",
     runs=True,
     owner="the range that maps it, the span, or the pool of the GPU tier",
-    states=(ABSENT, POOLED, MAPPED, COMING, PARKED, CONDEMNED, LIVE_SPAN, SPAN),
+    states=(ABSENT, POOLED, MAPPED, COMING, PARKED, CONDEMNED, LIVE_SPAN, SPAN, DENIED),
     rows=(
         Row("create", ABSENT, POOLED, "the pool has too few frames and the budget has room",
             action="create", failure="the frame stays absent and the call fails"),
+        Row("deny", ABSENT, DENIED, "the device is full: others have the memory"),
+        Row("retry", DENIED, ABSENT, "others may have given it back: it is asked for again"),
         Row("map", POOLED, MAPPED, "a sequence grows over its frontier",
             action="map", failure="frames mapped by this call are unmapped again"),
         Row("map_ahead", POOLED, PARKED, "the margin beyond what a sequence needs now",

@@ -34,9 +34,11 @@ def conservation(view: View) -> Iterator[str]:
     yield from (f"frame {name} is in {count} places" for name, count in ids.items() if count > 1)
     if ids.keys() != view.ledger.frames:
         yield f"the books have {len(ids)} frames, the device {len(view.ledger.frames)}"
-    absent = next(iter(view.frame_counts), 0)
+    absent = next(iter(view.frame_counts), 0) + len(view.denied_states)
     if absent + len(ids) != view.budget_frames:
         yield f"{len(ids)} frames and {absent} absent ones are not {view.budget_frames}"
+    if view.denied_states.strip(bytes((frame.DENIED.code,))):
+        yield f"frames that the device did not have are {view.denied_states.hex()}"
     yield from _slots_have_one_user(view)
 
 
@@ -118,7 +120,8 @@ def ranges_follow(view: View) -> Iterator[str]:
 
 def counters_are_sums(view: View) -> Iterator[str]:
     """Every count is what counting again gives, and none is negative."""
-    states = view.pool_states + b"".join(fact.frame_states for fact in view.ranges)
+    states = view.pool_states + view.denied_states
+    states += b"".join(fact.frame_states for fact in view.ranges)
     states += b"".join(one.frame_states for one in view.spans)
     sums = [states.count(state.code) for state in frame.FRAME.states]
     sums[frame.ABSENT.code] = view.budget_frames - sum(sums[1:])

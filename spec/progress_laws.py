@@ -31,12 +31,13 @@ _ROOM: Final = (
 def progress(view: View, refused: Refusal) -> Iterator[str]:
     """After a refusal, what is free, reclaimable and coming together is still too little; the gate
     is as wide as configured, no row is free, no address that nobody needs is taken. While nothing
-    runs neither the gate nor a promise is in anybody's way."""
+    runs neither the gate nor a promise is in anybody's way, unless others have the memory."""
     judge = _JUDGES.get(refused.place)
     if judge is None:
         yield f"{refused.call} was refused by {refused.place}, where something can always be found"
         return
-    if refused.place in ("gate", "reserve") and not running(view) and refused.call != "dummy":
+    alone = not running(view) and refused.call != "dummy" and not _lacking(view, refused)
+    if refused.place in ("gate", "reserve") and alone:
         yield f"the {refused.place} refused a {refused.call} although nothing runs"
     yield from judge(view, refused)
 
@@ -59,7 +60,21 @@ def _count(view: View, *states: State) -> int:
 def _had(view: View, refused: Refusal) -> int:
     """Frames that could be had by whoever was refused. A dummy ran until it was."""
     runs = running(view) + (refused.call == "dummy")
-    return _count(view, *_FREE) + spare_spans(view, protected_frames(view) if runs > 1 else 0)
+    return (
+        _count(view, *_FREE)
+        + _regained(view, refused)
+        + spare_spans(view, protected_frames(view) if runs > 1 else 0)
+    )
+
+
+def _regained(view: View, refused: Refusal) -> int:
+    """Frames that the device had no memory for, and has now: a call that is short asks again."""
+    return min(_count(view, frame.DENIED), max(0, refused.room - _count(view, frame.ABSENT)))
+
+
+def _lacking(view: View, refused: Refusal) -> int:
+    """Frames of the budget that others have."""
+    return _count(view, frame.DENIED) - _regained(view, refused)
 
 
 def _promise(view: View, seq: SequenceFact) -> int:
@@ -76,10 +91,11 @@ def promised(view: View) -> int:
 
 
 def promises_hold(view: View) -> Iterator[str]:
-    """What running sequences may still ask for is free, parked, coming or in spans that can go."""
+    """What running sequences may still ask for is free, parked, coming or in spans that can go, as
+    far as the device has the memory."""
     left = protected_frames(view) if running(view) > 1 else 0
     wanted = promised(view)
-    had = _count(view, *_FREE) + spare_spans(view, left) if wanted else 0
+    had = _count(view, *_FREE, frame.DENIED) + spare_spans(view, left) if wanted else 0
     if wanted > had:
         yield f"{wanted} frames were promised, {had} can be had"
 
@@ -146,7 +162,8 @@ def _judge_gate(view: View, refused: Refusal) -> Iterator[str]:
     charge = _count(view, frame.MAPPED, frame.LIVE_SPAN) + _in_spans(view, refused, left)
     # A dummy is let in with nothing, and grows then.
     needed = 1 if refused.call == "dummy" else _beginning(view, refused)
-    if charge + needed <= view.max_utilization * view.budget_frames:
+    usable = view.budget_frames - _lacking(view, refused)
+    if charge + needed <= view.max_utilization * usable:
         yield (
             f"the gate refused a {refused.call} of {needed} frames, {charge} of "
             f"{view.budget_frames} are charged"

@@ -46,6 +46,7 @@ MACHINES: Final = {
     "RangeFact.frame_states": "frame", "SpanFact.frame_states": "frame",
     "RangeFact.aliases": "alias", "View.pool_states": "frame", "View.host_states": "host",
     "View.host_pages": "page", "SequenceFact.row_state": "sequence",
+    "View.denied_states": "frame",
 }  # fmt: skip
 """Fields whose numbers, or bytes, are states."""
 

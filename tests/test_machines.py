@@ -68,7 +68,7 @@ class Machine(RuleBasedStateMachine):
         random = Random(seed)
         call = RULES[name][1](self.player, random)
         if call is not None and self.player.kv.actor.fault is None:
-            self.program.append(dressed(call, random))
+            self.program.append(dressed(self.player, call, random))
             self.guarded(lambda: self.player.apply(self.program[-1]))
 
     def guarded(self, step: Callable[[], object]) -> None:

@@ -83,6 +83,7 @@ def test_the_views_are_sound_and_have_everything_in_them() -> None:
         "frame.POOLED",
         "frame.CONDEMNED",
         "frame.SPAN",
+        "frame.DENIED",
         "page.PARKED",
         "page.RETAINED",
         "page.PINNED",

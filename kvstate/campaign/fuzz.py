@@ -169,7 +169,8 @@ def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISO
 
 
 def end(player: Player, header: trace.Header) -> None:
-    """The end of an episode. Raises Broken."""
+    """The end of an episode, for which others give their memory back. Raises Broken."""
+    player.device.limit(None)
     if header.fair:
         finish_fairly(player)
     player.finish()

@@ -177,6 +177,8 @@ class Player:
             self.head = self._head(self.seqs[self.last])
         if call.seed is not None or call.preempt is not None:
             self.device.schedule(call.seed, call.preempt)
+        if call.memory is not None:
+            self.device.limit(None if call.memory < 0 else call.memory)
         self.device.script(call.ended, call.failed)
         self._tell_failures(call)
         error: KvStateError | None = None

@@ -106,12 +106,12 @@ def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
         planned = player.planned.popleft()
         call = planned(player, random) if callable(planned) else planned
         if call is not None:
-            return dressed(_named(player, call), random)
+            return dressed(player, _named(player, call), random)
     chance = 0.6 if player.alike() else 0.25
     call = _follow_up(player, random) if random.random() < chance else None
     while call is None:
         call = random.choices(_CHOICES, weights)[0](player, random)
-    return dressed(_named(player, call), random)
+    return dressed(player, _named(player, call), random)
 
 
 def _named(player: Player, call: trace.AnyCall) -> trace.AnyCall:
@@ -134,9 +134,19 @@ def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
     return _OF_SEQUENCES[random.choice(legal)][1](played, random, name) if legal else None
 
 
-def dressed(call: trace.AnyCall, random: Random) -> trace.AnyCall:
-    """The call with a seed for the device's schedule, and at times with a failure to come."""
-    return replace(call, seed=random.getrandbits(32), fail=_failures(call, random))
+def dressed(player: Player, call: trace.AnyCall, random: Random) -> trace.AnyCall:
+    """The call with a seed for the device's schedule, and at times with a failure to come, or with
+    memory that others take or give back."""
+    seed = random.getrandbits(32)
+    memory = None if seed % 50 else _memory(player, Random(seed))
+    return replace(call, seed=seed, fail=_failures(call, random), memory=memory)
+
+
+def _memory(player: Player, random: Random) -> int:
+    """How many frames others leave the device: mostly few more than it holds, or all."""
+    gpu = player.kv.gpu
+    few = gpu.existing + random.randint(0, 2)
+    return random.choice((few, few, random.randint(0, gpu.budget_frames), -1, -1))
 
 
 def _failures(call: trace.AnyCall, random: Random) -> dict[str, int | list[int]]:

@@ -118,6 +118,8 @@ def _simpler(program: Program, fails: Fails) -> Program:
 
 def _plainer(call: trace.AnyCall) -> Iterator[trace.AnyCall]:
     """Versions of a call that say less."""
+    if call.memory is not None:
+        yield replace(call, memory=None)
     if call.fail:
         yield replace(call, fail={})
         for kind, which in call.fail.items() if len(call.fail) > 1 else ():

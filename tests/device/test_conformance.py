@@ -14,7 +14,7 @@ from typing import Final
 import pytest
 
 from kvstate.device import CopyRun, Direction, FillRun, MapRun
-from kvstate.errors import DeviceError
+from kvstate.errors import DeviceError, DeviceFull
 from tests.device.factories import (
     ROW_BYTES,
     Rig,
@@ -51,6 +51,23 @@ def test_mapping_makes_memory_readable_and_writable_and_leaves_its_neighbours(ri
     assert rig.device.peek(after - 4, 4) == b"last"
     assert not rig.is_mapped(before)
     assert not rig.is_mapped(after)
+
+
+def test_a_full_device_says_how_many_frames_it_had_and_makes_none(any_rig: Rig) -> None:
+    device, size = any_rig.device, any_rig.frame_bytes
+    held = any_rig.create(1)
+    device.limit(3)
+    assert device.room(size) == 2
+    with pytest.raises(DeviceFull, match="memory for 2 of 3 frames") as caught:
+        device.create(3, size)
+    assert (caught.value.needed, caught.value.had) == (3, 2)
+    assert device.ledger().frames == frozenset(held)
+    made = device.create(2, size)
+    assert device.room(size) == 0
+    device.release(made)
+    assert device.room(size) == 2
+    device.limit(None)
+    device.release(device.create(3, size))
 
 
 def test_memory_ends_where_the_last_frame_ends(rig: Rig) -> None:

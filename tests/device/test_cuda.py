@@ -15,6 +15,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from textwrap import dedent
@@ -24,9 +25,9 @@ import numpy as np
 import pytest
 from attrs import evolve
 
-from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
+from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
 from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
-from kvstate.errors import ConfigError, DeviceError
+from kvstate.errors import ConfigError, DeviceError, OutOfFrames
 from kvstate.gpu import open_device
 from kvstate.gpu.driver import Driver
 from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, relative, segments
@@ -409,7 +410,7 @@ def test_the_driver_refuses_a_copy_into_a_read_only_mapping(cuda: Rig) -> None:
 
 
 LOSES: Final = """
-    from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
+    from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
     from kvstate.device import MapRun, SEGMENT
     from kvstate.errors import DeviceFault
     from kvstate.gpu import open_device
@@ -554,3 +555,35 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
         assert len(set(handles)) == len(handles)
         assert before.union(handles) == {int(handle) for handle in device._events}
         del event
+
+
+def _grow_for_ever(seq: Sequence, tokens: int) -> None:
+    while True:
+        seq.resize(seq.capacity_tokens + tokens)
+
+
+def test_a_card_that_others_fill_is_short_of_frames() -> None:
+    """The driver itself is out of memory: no DeviceError comes of it, and giving way helps."""
+    frame, tokens = 128 << 20, 1024
+    config = Config(
+        layers=[LayerSpec(kv_heads=8, head_dim=128, count=32)], gpu=GpuTier(64 * frame, frame),
+        tokens_per_block=32, max_tokens=64 * tokens, max_sequences=4, write_through="off",
+    )  # fmt: skip
+    with (
+        closing(open_device("cuda")) as others,
+        Manager(config, open_device("cuda"), debug=True) as kv,
+    ):
+        first, second = (kv.create(max_tokens=64 * tokens) for _ in range(2))
+        for seq in (first, second):
+            seq.resume()
+        taken = others.create(others.room(frame) - 8, frame)
+        with pytest.raises(OutOfFrames, match="the device has no memory for"):
+            _grow_for_ever(first, tokens)
+        assert 0 < first.capacity_tokens <= 9 * tokens
+        assert not kv.admits(16 * tokens)
+        first.drop()
+        second.resize(tokens)
+        others.release(taken)
+        kv.poll()
+        assert kv.admits(16 * tokens)
+        second.resize(16 * tokens)
