@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from math import log
 from time import perf_counter_ns
-from types import FrameType
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +25,7 @@ import numpy as np
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
 from kvstate.gpu import NullDevice
+from tests.work import counting
 
 FACTORS: Final = (1, 4, 16)
 BLOCK: Final = 4
@@ -173,19 +173,10 @@ class Meter:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         """Measure what is inside."""
-        count = 0
-
-        def trace(frame: FrameType, event: str, _: object) -> Any:
-            nonlocal count
-            frame.f_trace_opcodes, frame.f_trace_lines = True, False
-            count += event == "opcode"
-            return trace
-
         if self.counting:
-            sys.settrace(trace)
-            yield
-            sys.settrace(None)
-            self.bytecodes[name] = self.bytecodes.get(name, 0) + count
+            with counting() as work:
+                yield
+            self.bytecodes[name] = work.bytecodes
         else:
             started = perf_counter_ns()
             yield
