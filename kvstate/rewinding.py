@@ -153,7 +153,7 @@ class Rewinding(Admission):
         left = range_.charged - self.spans.passed_frames(passage)
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames + left
         whole = self._whole(seq, sharing)
-        if whole > had - (self._promised() - seq.promised_frames):
+        if whole > had - (self.columns.promised_frames - seq.promised_frames):
             raise self._short(str(seq), whole, "reserve")
 
     def _still_shared(self, seq: Sequence, full: int) -> Sharing | None:

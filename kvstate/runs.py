@@ -141,7 +141,7 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
         states += cells.states[low:high]
         cells.states[low:high] = bytes(high - low)
     range_.owner = seq.range = None
-    seq.columns.capacity[seq.row] = 0
+    seq.set_capacity(0)
     seq.columns.set_base(seq.row, 0)
 
 

@@ -326,7 +326,7 @@ class Spans:
     @property
     def protected_now(self) -> int:
         """The protected share, in frames, while sequences compete; one alone may have it all."""
-        alone = self.columns.states.count(ACTIVE.code) <= 1
+        alone = self.columns.counts[ACTIVE.code] <= 1
         return 0 if alone else self.protected_frames
 
     def _protected(self, left: int) -> Iterator[Span]:

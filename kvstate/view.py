@@ -21,7 +21,6 @@ from kvstate.spec.facts import (
     TransferFact,
     View,
 )
-from kvstate.spec.sequence import ACTIVE
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -68,7 +67,8 @@ def view(kv: Manager) -> View:
         steps=tuple(_step(step) for step in kv.flight.steps.values()),
         rows=kv.columns.rows,
         free_rows=tuple(kv.columns.free),
-        running=kv.columns.states.count(ACTIVE.code),
+        sequence_counts=tuple(kv.columns.counts),
+        promised_frames=kv.columns.promised_frames,
         ledger=kv.device.ledger(),
     )
 

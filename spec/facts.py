@@ -333,8 +333,10 @@ class View:
     rows: int
     """How many there are."""
     free_rows: tuple[int, ...]
-    running: int
-    """How many rows are said to be of ACTIVE sequences."""
+    sequence_counts: tuple[int, ...]
+    """How many rows are said to be of sequences in each state; CLOSED, if of none."""
+    promised_frames: int
+    """How many frames are said to be promised to running sequences that do not have them yet."""
     ledger: Ledger
 
     @cached_property

@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from kvstate.spec import frame, host, page, sequence, span
 from kvstate.spec import range as range_
-from kvstate.spec.facts import RangeFact, View
+from kvstate.spec.facts import RangeFact, SequenceFact, View
 from kvstate.spec.index_laws import NOBODYS, slot_name
 from kvstate.spec.span_laws import mapped, shared
 
@@ -125,8 +125,14 @@ def counters_are_sums(view: View) -> Iterator[str]:
     yield from _differences("frames", frame.FRAME.states, view.frame_counts, sums)
     sums = [view.host_states.count(state.code) for state in host.HOST.states]
     yield from _differences("host slots", host.HOST.states, view.host_counts, sums)
+    states = bytes(seq.state for seq in view.sequences)
+    sums = [states.count(state.code) for state in sequence.SEQUENCE.states]
+    sums[sequence.CLOSED.code] += view.rows - len(states)
+    yield from _differences("rows", sequence.SEQUENCE.states, view.sequence_counts, sums)
     if min(view.frame_counts + view.host_counts, default=0) < 0:
         yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
+    if view.promised_frames != promised(view):
+        yield f"{view.promised_frames} frames are said to be promised, {promised(view)} are"
     loads = sum(copy.loads for copy in view.transfers)
     if view.loads != loads:
         yield f"{view.loads} loads are said to be in flight, there are {loads}"
@@ -150,14 +156,10 @@ def _differences(
 
 
 def rows_agree(view: View) -> Iterator[str]:
-    """A row says of its sequence's state and life what the sequence says, and no free row is said
-    to run."""
+    """A row says of its sequence's state and life what the sequence says."""
     for seq in view.sequences:
         if (seq.row_state, seq.row_life) != (seq.state, seq.life):
             yield f"the row of sequence {seq.uid} says {seq.row_state}, life {seq.row_life}: {seq}"
-    runs = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
-    if view.running != runs:
-        yield f"{view.running} sequences are said to run, {runs} do"
 
 
 def contiguity(view: View) -> Iterator[str]:
@@ -249,6 +251,19 @@ def code_at(states: bytes, at: int) -> int | None:
 def used(view: View, fact: RangeFact) -> int:
     """Frames from a range's base that back the capacity of its sequence."""
     return shared(view, fact) + charged(fact)
+
+
+def promise(view: View, seq: SequenceFact) -> int:
+    """Frames that a sequence was promised and does not have yet."""
+    fact = view.range_of.get(seq.range)
+    if fact is None or not seq.reserves:
+        return 0
+    return max(0, frames_of(view, seq.max_tokens) - used(view, fact))
+
+
+def promised(view: View) -> int:
+    """All that was promised."""
+    return sum(promise(view, seq) for seq in view.sequences)
 
 
 def _ceil(number: int, unit: int) -> int:

@@ -15,7 +15,7 @@ from typing import Final
 from kvstate.spec import frame, host, sequence
 from kvstate.spec import range as range_
 from kvstate.spec.facts import FairRun, RangeFact, Refusal, SequenceFact, View
-from kvstate.spec.memory_laws import blocks_of, extent, frames_of, used
+from kvstate.spec.memory_laws import blocks_of, extent, frames_of, promise, promised, used
 from kvstate.spec.span_laws import spare_spans
 from kvstate.spec.table import State
 
@@ -60,19 +60,6 @@ def _had(view: View, refused: Refusal) -> int:
     """Frames that could be had by whoever was refused. A dummy ran until it was."""
     runs = running(view) + (refused.call == "dummy")
     return _count(view, *_FREE) + spare_spans(view, protected_frames(view) if runs > 1 else 0)
-
-
-def _promise(view: View, seq: SequenceFact) -> int:
-    """Frames that a sequence was promised and does not have yet."""
-    fact = view.range_of.get(seq.range)
-    if fact is None or not seq.reserves:
-        return 0
-    return max(0, frames_of(view, seq.max_tokens) - used(view, fact))
-
-
-def promised(view: View) -> int:
-    """All that was promised."""
-    return sum(_promise(view, seq) for seq in view.sequences)
 
 
 def promises_hold(view: View) -> Iterator[str]:
@@ -165,7 +152,7 @@ def _judge_reserve(view: View, refused: Refusal) -> Iterator[str]:
     wanted, had = promised(view), _had(view, refused)
     if refused.call in ("resize", "step"):
         growth = _growth(view, refused)
-        own = sum(min(n, _promise(view, view.by_uid[uid])) for uid, n in growth.items())
+        own = sum(min(n, promise(view, view.by_uid[uid])) for uid, n in growth.items())
         needed, fits = sum(growth.values()), sum(growth.values()) - own <= had - wanted
     else:
         needed = _whole(view, refused)

@@ -106,6 +106,14 @@ def _enter_alone(right: object, seq: Sequence, code: int) -> None:
     seq.state = code
 
 
+def _uncounted(right: object, columns: Columns, row: int, code: int) -> None:
+    columns.states[row] = code
+
+
+def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
+    seq.columns.capacity[seq.row] = tokens
+
+
 def _in_place(right: object, columns: Columns, row: int, address: int) -> None:
     columns.base[row] = address
 
@@ -152,7 +160,12 @@ def _hit_then_close(kv: Manager) -> None:
 
 SEQUENCES: Final = (
     Mistake("a row does not say what its sequence is", around(Sequence, "enter", _enter_alone),
-            lambda kv: kv.create(max_tokens=4).resume(), "rows", "are said to run"),
+            lambda kv: kv.create(max_tokens=4).resume(), "rows", "the row of sequence 1 says"),
+    Mistake("a row is not counted when its state changes", around(Columns, "enter", _uncounted),
+            lambda kv: kv.create(max_tokens=4), "counters are sums", "0 rows are said to be CREA"),
+    Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
+            lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
+            "0 frames are said to be promised, 4 are"),
     Mistake("a row keeps the life of who was there", around(Columns, "set_life", nothing),
             lambda kv: said(kv, PROMPT).drop(), "rows", "the row of sequence 1 says"),
     Mistake("who has lost its bytes keeps its tokens", forgets(Sequence, "forget_tokens"),

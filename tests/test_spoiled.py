@@ -46,7 +46,6 @@ UNNOTICED: Final = {
     ("SequenceFact.open", "another byte"): "what its caller said; the campaign's model knows it",
     ("SequenceFact.committing", "becomes False"): "what its caller wanted; the model knows it",
     ("SequenceFact.committing", "becomes True"): "what its caller wanted; the model knows it",
-    ("SequenceFact.reserves", "becomes False"): "what its caller wanted: nothing was promised then",
 }  # fmt: skip
 """(class and field, way): why no always law notices it."""
 LEAST: Final = 0.94
