@@ -123,7 +123,7 @@ class Rewinding(Admission):
         passage = self.spans.passage(seq, self.reuse.epoch, closing=False)
         self._check_promise(seq, sharing, passage)
         leaving = self.reuse.leaving(seq, full, passage)
-        pages = Cells(seq, bytearray(len(seq.pages.states)))
+        pages = Cells(seq, bytearray(len(seq.pages.states)), seq.pages.counts)
         range_, parked = self._range_for(seq, length_tokens, sharing, [])
         frames = self.geometry.frames(length_tokens)
         ahead = self.config.gpu.map_ahead_frames

@@ -146,7 +146,7 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
 
 
 def _left(range_: Range, blocks: int) -> tuple[Cells, int, int]:
-    return Cells(range_, bytearray(blocks)), 0, blocks
+    return Cells(range_, bytearray(blocks), range_.pages.counts), 0, blocks
 
 
 assert VACANT.code == 0, "fresh page records are zeros"

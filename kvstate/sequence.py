@@ -184,7 +184,8 @@ class Sequence(Handle):
         """The code of its state."""
         self.promised_frames = 0
         """Frames that it may still ask for and nobody else may have."""
-        self.pages = Cells(self, bytearray(kv.geometry.blocks(max_tokens)))
+        blocks = kv.geometry.blocks(max_tokens)
+        self.pages = Cells(self, bytearray(blocks), kv.arena.counts.pages)
         self.range: Range | None = None
         self.slots: Sequence_[Run] = ()
         """Its host slots, in the order of its pages."""

@@ -21,6 +21,8 @@ from kvstate.spec.facts import (
     TransferFact,
     View,
 )
+from kvstate.spec.page import VACANT as PAGE_VACANT
+from kvstate.spec.range import VACANT
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -68,6 +70,8 @@ def view(kv: Manager) -> View:
         rows=kv.columns.rows,
         free_rows=tuple(kv.columns.free),
         sequence_counts=tuple(kv.columns.counts),
+        page_counts=tuple(kv.arena.counts.pages[PAGE_VACANT.code + 1 :]),
+        range_counts=tuple(kv.arena.counts.ranges[VACANT.code + 1 :]),
         promised_frames=kv.columns.promised_frames,
         ledger=kv.device.ledger(),
     )

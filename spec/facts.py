@@ -335,6 +335,10 @@ class View:
     free_rows: tuple[int, ...]
     sequence_counts: tuple[int, ...]
     """How many rows are said to be of sequences in each state; CLOSED, if of none."""
+    page_counts: tuple[int, ...]
+    """How many pages of sequences and of ranges are said to be in each state but VACANT."""
+    range_counts: tuple[int, ...]
+    """How many ranges are said to be in each state but VACANT."""
     promised_frames: int
     """How many frames are said to be promised to running sequences that do not have them yet."""
     ledger: Ledger

@@ -125,10 +125,7 @@ def counters_are_sums(view: View) -> Iterator[str]:
     yield from _differences("frames", frame.FRAME.states, view.frame_counts, sums)
     sums = [view.host_states.count(state.code) for state in host.HOST.states]
     yield from _differences("host slots", host.HOST.states, view.host_counts, sums)
-    states = bytes(seq.state for seq in view.sequences)
-    sums = [states.count(state.code) for state in sequence.SEQUENCE.states]
-    sums[sequence.CLOSED.code] += view.rows - len(states)
-    yield from _differences("rows", sequence.SEQUENCE.states, view.sequence_counts, sums)
+    yield from _objects(view)
     if min(view.frame_counts + view.host_counts, default=0) < 0:
         yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
     if view.promised_frames != promised(view):
@@ -143,6 +140,22 @@ def counters_are_sums(view: View) -> Iterator[str]:
             tokens = frames * view.frame_bytes // max(1, view.row_bytes)
             if seq.capacity != min(tokens, seq.max_tokens):
                 yield f"sequence {seq.uid} has capacity {seq.capacity}, its frames hold {tokens}"
+
+
+def _objects(view: View) -> Iterator[str]:
+    """The counts of rows, pages and ranges; nobody counts pages and ranges that are VACANT."""
+    states = bytes(seq.state for seq in view.sequences)
+    sums = [states.count(state.code) for state in sequence.SEQUENCE.states]
+    sums[sequence.CLOSED.code] += view.rows - len(states)
+    yield from _differences("rows", sequence.SEQUENCE.states, view.sequence_counts, sums)
+    pages = b"".join([seq.pages for seq in view.sequences] + [fact.pages for fact in view.ranges])
+    there = page.PAGE.states[page.VACANT.code + 1 :]
+    sums = [pages.count(state.code) for state in there]
+    yield from _differences("pages", there, view.page_counts, sums)
+    states, made = bytes(fact.state for fact in view.ranges), range_.RANGE.states
+    made = made[range_.VACANT.code + 1 :]
+    sums = [states.count(state.code) for state in made]
+    yield from _differences("ranges", made, view.range_counts, sums)
 
 
 def _differences(

@@ -13,15 +13,16 @@ from typing import Any, Final
 
 import pytest
 
-from kvstate import Manager, Sequence
+from kvstate import Manager, Sequence, runs
 from kvstate.act import Actor
 from kvstate.admission import Admission
-from kvstate.arena import Addresses, Arena
+from kvstate.arena import Addresses, Arena, Range
 from kvstate.blocks import Loss, Node
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Identity
 from kvstate.mirrors import Mirrors
+from kvstate.plan import Cells
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spans import Spans
@@ -110,6 +111,15 @@ def _uncounted(right: object, columns: Columns, row: int, code: int) -> None:
     columns.states[row] = code
 
 
+def _left_uncounted(right: Callable[..., Any], range_: Range, blocks: int) -> Any:
+    cells, low, high = right(range_, blocks)
+    return Cells(cells.owner, cells.states), low, high
+
+
+def _range_uncounted(right: object, range_: Range, code: int) -> None:
+    range_.state = code
+
+
 def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
     seq.columns.capacity[seq.row] = tokens
 
@@ -163,6 +173,11 @@ SEQUENCES: Final = (
             lambda kv: kv.create(max_tokens=4).resume(), "rows", "the row of sequence 1 says"),
     Mistake("a row is not counted when its state changes", around(Columns, "enter", _uncounted),
             lambda kv: kv.create(max_tokens=4), "counters are sums", "0 rows are said to be CREA"),
+    Mistake("what a sequence leaves is not counted", around(runs, "_left", _left_uncounted),
+            lambda kv: said(kv, PROMPT).drop(), "counters are sums", "are said to be PARKED"),
+    Mistake("a range is not counted", around(Range, "enter", _range_uncounted),
+            lambda kv: kv.create(max_tokens=4).resume(), "counters are sums",
+            "0 ranges are said to be RESERVED, 1 are"),
     Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
             lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
             "0 frames are said to be promised, 4 are"),
