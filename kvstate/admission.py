@@ -305,7 +305,8 @@ class Admission(Stepping):
         else:
             self.arena.reserve(range_)
         range_.pages.states.clear()
-        range_.owner, seq.range, seq.stream = seq, range_, stream
+        seq.range, seq.stream = range_, stream
+        range_.give(seq)
         self.columns.set_base(seq.row, range_.base)
         self._set_capacity(seq)
 

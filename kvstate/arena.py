@@ -86,6 +86,12 @@ class Range:
         self.counts[code] += 1
         self.state = code
 
+    def give(self, owner: Any) -> None:
+        """It is a sequence's, or nobody's if that is None. What it aliases is needed meanwhile."""
+        self.owner = owner
+        if self.span is not None and (self.home_of is None or not self.home_of.needed):
+            self.span.need(-1 if owner is None else 1)
+
     @property
     def holds(self) -> int:
         """How many holders its fence still waits for."""

@@ -140,7 +140,8 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     for cells, low, high in (*sorted(own, key=lambda run: run[1]), *operands.get("left", ())):
         states += cells.states[low:high]
         cells.states[low:high] = bytes(high - low)
-    range_.owner = seq.range = None
+    seq.range = None
+    range_.give(None)
     seq.set_capacity(0)
     seq.columns.set_base(seq.row, 0)
 

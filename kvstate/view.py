@@ -64,6 +64,8 @@ def view(kv: Manager) -> View:
         ranges=tuple(_ranges(kv)),
         spans=tuple(_spans(kv)),
         span_clock=kv.spans.clock,
+        idle_span_frames=kv.spans.idle_frames,
+        spare_span_frames=kv.spans.frames_without(None, competing=True),
         transfers=tuple(_transfers(kv)),
         loads=kv.flight.loads,
         steps=tuple(_step(step) for step in kv.flight.steps.values()),

@@ -326,6 +326,10 @@ class View:
     spans: tuple[SpanFact, ...]
     span_clock: int
     """How often spans were used so far."""
+    idle_span_frames: int
+    """How many frames are said to be in spans that no sequence maps."""
+    spare_span_frames: int
+    """How many of these are said to be in none of the protected share."""
     transfers: tuple[TransferFact, ...]
     loads: int
     """How many of them are said to bring bytes to the GPU."""

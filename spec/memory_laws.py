@@ -17,7 +17,7 @@ from kvstate.spec import frame, host, page, sequence, span
 from kvstate.spec import range as range_
 from kvstate.spec.facts import RangeFact, SequenceFact, View
 from kvstate.spec.index_laws import NOBODYS, slot_name
-from kvstate.spec.span_laws import mapped, shared
+from kvstate.spec.span_laws import mapped, shared, spare_spans
 
 INT31: Final = (1 << 31) - 1
 _CHARGED: Final = (frame.MAPPED.code, frame.LIVE_SPAN.code)
@@ -128,6 +128,11 @@ def counters_are_sums(view: View) -> Iterator[str]:
     yield from _objects(view)
     if min(view.frame_counts + view.host_counts, default=0) < 0:
         yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
+    share = int(view.protected_share * view.budget_frames)
+    for frames, left in ((view.idle_span_frames, 0), (view.spare_span_frames, share)):
+        if frames != spare_spans(view, left):
+            there = spare_spans(view, left)
+            yield f"{frames} frames of spans are said to be spare but for {left}, {there} are"
     if view.promised_frames != promised(view):
         yield f"{view.promised_frames} frames are said to be promised, {promised(view)} are"
     loads = sum(copy.loads for copy in view.transfers)

@@ -25,7 +25,7 @@ from kvstate.mirrors import Mirrors
 from kvstate.plan import Cells
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
-from kvstate.spans import Spans
+from kvstate.spans import Span, Spans
 from kvstate.stepping import Stepping
 from tests.mistakes import Mistake, around, forgets, nothing
 from tests.test_reuse import PROMPT, go_on, said
@@ -69,6 +69,11 @@ def _unregistered(right: Callable[..., None], spans: Spans, passage: Any) -> Non
     del spans.registered[passage.span.number]
 
 
+def _needed_alone(right: object, span: Span, by: int) -> None:
+    """Those before it are not told."""
+    span.needed += by
+
+
 def _touch_one(right: object, spans: Spans, span: Any) -> None:
     spans.clock += 1
     span.used = spans.clock
@@ -79,6 +84,17 @@ def _turn_after_turn(kv: Manager) -> None:
     said(kv, LONG[:8])
     second = more(kv, [*LONG, 0])
     go_on(kv, second, LONG)
+    more(kv, [*LONG, 1])
+
+
+def _turns_that_leave(kv: Manager) -> None:
+    """A span, one behind it, and then another that maps both."""
+    first = said(kv, LONG[:8])
+    second = more(kv, [*LONG, 0])
+    go_on(kv, second, LONG)
+    for seq in (first, second):
+        seq.close()
+        kv.poll()
     more(kv, [*LONG, 1])
 
 
@@ -178,6 +194,9 @@ SEQUENCES: Final = (
     Mistake("a range is not counted", around(Range, "enter", _range_uncounted),
             lambda kv: kv.create(max_tokens=4).resume(), "counters are sums",
             "0 ranges are said to be RESERVED, 1 are"),
+    Mistake("what is needed of a chain is not counted", around(Span, "need", _needed_alone),
+            _turns_that_leave, "counters are sums", "frames of spans are said to be spare",
+            {"slots": 0, "frames": 24, "max_tokens": 24, "spans": "all"}),
     Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
             lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
             "0 frames are said to be promised, 4 are"),

@@ -250,8 +250,8 @@ def asked(kv: Manager, m: Meter, prompt: np.ndarray[Any, Any]) -> None:
         kv.stats()
 
 
-def measured(name: str, count: int) -> Meter:
-    """What the calls cost beside so many of a thing."""
+def measured(name: str, count: int, lives: int = LIVES) -> Meter:
+    """What the calls cost beside so many of a thing; timed in so many lives."""
     make, _, options = THINGS[name]
     with opened(count if name == "rows" else count + 8, **options) as kv:
         last = make(kv, count)
@@ -264,7 +264,7 @@ def measured(name: str, count: int) -> Meter:
         live(kv, Meter(), prompt)
         live(kv, meter, prompt)
         meter.counting = False
-        for _ in range(LIVES):
+        for _ in range(lives):
             live(kv, meter, prompt)
         for seq in [*kv.sequences.values()]:
             seq.close()
