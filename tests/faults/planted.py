@@ -433,9 +433,9 @@ FAULTS = (
     ),
     Fault(
         "extra keys do not matter to part of a block",
-        "kvstate/index.py",
-        "if node.key[self.block_bytes :] == tail]",
-        "if node.key]",
+        "kvstate/siblings.py",
+        "        if node.key[size:] == tail:\n",
+        "        if node.key:\n",
         "B74",
     ),
     Fault(
