@@ -30,7 +30,7 @@ from kvstate.sequence import Sequence, Transfer
 from kvstate.spans import Sharing
 from kvstate.spec.compiled import MACHINES, ObjectRow
 from kvstate.spec.page import ALIASED
-from kvstate.spec.sequence import ACTIVE
+from kvstate.spec.sequence import ACTIVE, CLOSED
 from kvstate.stepping import Stepping
 from kvstate.values import flag, whole
 
@@ -206,13 +206,13 @@ class Admission(Stepping):
     @property
     def _running(self) -> int:
         """Sequences that run: whoever begins beside none may have the protected share too."""
-        return self.columns.states.count(ACTIVE.code)
+        return self.columns.counts[ACTIVE.code]
 
     def _unpromised(self, sharing: Sharing | None = None, *, competing: bool) -> int:
         """Frames that no sequence has and that none was promised; without the protected share if
-        somebody is `competing` for them. O(sequences)."""
+        somebody is `competing` for them."""
         kept = self.gpu.in_spans - self.spans.frames_without(sharing, competing=competing)
-        return self.gpu.usable_frames - self.gpu.charged - kept - self._promised()
+        return self.gpu.usable_frames - self.gpu.charged - kept - self.columns.promised_frames
 
     @guarded
     def fits(self, max_tokens: int, shared_tokens: int = 0) -> int:
@@ -272,6 +272,7 @@ class Admission(Stepping):
         try:
             self._begin(child, stream, parent)
         except KvStateError:
+            self.columns.enter(child.row, CLOSED.code)
             self.sequences.pop(child.uid)
             self.columns.free.append(child.row)
             raise
@@ -305,7 +306,8 @@ class Admission(Stepping):
         else:
             self.arena.reserve(range_)
         range_.pages.states.clear()
-        range_.owner, seq.range, seq.stream = seq, range_, stream
+        seq.range, seq.stream = range_, stream
+        range_.give(seq)
         self.columns.set_base(seq.row, range_.base)
         self._set_capacity(seq)
 
@@ -450,7 +452,7 @@ class Admission(Stepping):
         if not self._admits(needed, sharing):
             raise self._short(str(seq), needed, "gate")
         whole = self._whole(seq, sharing) if seq.reserves else needed
-        if not seq.reserves and not self._promised():
+        if not seq.reserves and not self.columns.promised_frames:
             return
         if whole > self._unpromised(sharing, competing=self._running > 0):
             raise self._short(str(seq), whole, "reserve")

@@ -16,16 +16,27 @@ from collections.abc import Container, Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from kvstate.config import Geometry
 from kvstate.plan import Cells, Frames
 from kvstate.spec.frame import LIVE_SPAN, MAPPED, PARKED
-from kvstate.spec.range import VACANT
+from kvstate.spec.page import PAGE
+from kvstate.spec.range import RANGE, VACANT
 
 if TYPE_CHECKING:
     from kvstate.blocks import Node
     from kvstate.spans import Span
+
+
+class Counts(NamedTuple):
+    """How many are in each state, by its code; nobody counts what is VACANT."""
+
+    frames: list[int]
+    pages: list[int]
+    """Of sequences and of ranges."""
+    ranges: list[int]
+
 
 Signature = tuple[int, int] | None
 """What a parked range begins with: the number of a span and how many of its frames."""
@@ -39,23 +50,24 @@ class Range:
     """
 
     __slots__ = (
-        "aliases", "base", "extent_frames", "frames", "holders", "home_of", "kept_frames", "nodes",
-        "number", "owner", "pages", "parked_at", "span", "state",
+        "aliases", "base", "counts", "extent_frames", "frames", "holders", "home_of", "kept_frames",
+        "nodes", "number", "owner", "pages", "parked_at", "span", "state",
     )  # fmt: skip
 
-    def __init__(self, number: int, base: int, extent_frames: int, counts: list[int]) -> None:
+    def __init__(self, number: int, base: int, extent_frames: int, counts: Counts) -> None:
         self.number = number
         self.base = base
         """Address of its first byte."""
         self.extent_frames = extent_frames
         self.state = VACANT.code
-        self.frames = Frames(self, counts)
+        self.counts = counts.ranges
+        self.frames = Frames(self, counts.frames)
         self.aliases = Cells(self, bytearray())
         """Frames of `span` that it begins with."""
         self.span: Span | None = None
         self.home_of: Span | None = None
         """The span whose frames follow its aliases: its own, or those that it has left."""
-        self.pages = Cells(self, bytearray())
+        self.pages = Cells(self, bytearray(), counts.pages)
         """Its own page records, while no sequence keeps them."""
         self.holders: set[tuple[str, int]] = set()
         self.owner: Any = None
@@ -69,8 +81,16 @@ class Range:
         return f"range {self.number}"
 
     def enter(self, code: int) -> None:
-        """Change the state."""
+        """Change the state. The one place that counts them."""
+        self.counts[self.state] -= 1
+        self.counts[code] += 1
         self.state = code
+
+    def give(self, owner: Any) -> None:
+        """It is a sequence's, or nobody's if that is None. What it aliases is needed meanwhile."""
+        self.owner = owner
+        if self.span is not None and (self.home_of is None or not self.home_of.needed):
+            self.span.need(-1 if owner is None else 1)
 
     @property
     def holds(self) -> int:
@@ -210,7 +230,8 @@ class Arena:
     """Every range of one layer group, and which of them wait to be adopted."""
 
     def __init__(self, geometry: Geometry, base: int, counts: list[int]) -> None:
-        self.geometry, self.base, self.counts = geometry, base, counts
+        self.geometry, self.base = geometry, base
+        self.counts = Counts(counts, [0] * len(PAGE.states), [0] * len(RANGE.states))
         frame = geometry.frame_bytes
         self.addresses = Addresses(base // frame, geometry.arena_bytes // frame)
         self.ranges: dict[int, Range] = {}

@@ -152,13 +152,9 @@ class Core:
             if not self.reuse.make_room(wanted, spare):
                 self.reuse.make_room(short.needed)
 
-    def _promised(self) -> int:
-        """Frames that running sequences were promised and do not have yet."""
-        return sum(seq.promised_frames for seq in self.sequences.values() if seq.reserves)
-
     def _check_promises(self, what: object, uses: dict[Range, int]) -> None:
         """Nobody takes what somebody else was promised."""
-        promised = self._promised()
+        promised = self.columns.promised_frames
         if not promised:
             return
         takes = {range_: max(0, end - range_.used) for range_, end in uses.items()}
@@ -210,7 +206,7 @@ class Core:
 
     def _set_capacity(self, seq: Sequence) -> None:
         assert seq.range is not None
-        self.columns.capacity[seq.row] = self._capacity(seq, seq.range.used)
+        seq.set_capacity(self._capacity(seq, seq.range.used))
 
     def _check_length(self, seq: Sequence, event: str, low: int, tokens: int, high: int) -> None:
         if not low <= tokens <= high:

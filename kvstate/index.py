@@ -53,6 +53,7 @@ from kvstate.blocks import (
     pinned_by,
 )
 from kvstate.keys import ID_BYTES, Extra, Extras, Identity, extra_bytes
+from kvstate.siblings import Crowds
 from kvstate.telling import Telling
 from kvstate.uncopied import Uncopied
 from kvstate.values import ID, ID_HIGH, instance, whole
@@ -79,6 +80,7 @@ class Index(Telling):
         self.clock = 0
         self._key = secrets.token_bytes(32) if key is None else key
         self._roots: dict[bytes, Root] = {}
+        self.crowds = Crowds(self.block_bytes)
         self._count = self._serial = 0
         self._queue: list[Entry] = []
         self.losses: Counter[Loss] = Counter()
@@ -149,20 +151,16 @@ class Index(Telling):
         """The child of `place` that shares the most leading tokens with `rest`, and how many; of
         equals, the one inserted first; None if none shares a token.
 
-        Only children with exactly the extra keys `extra` can share anything. Cost: numpy over the
-        children.
+        Only children with exactly the extra keys `extra` can share anything. Cost: O(tokens),
+        however many children there are; the first time that there are many, all of them once.
         """
         tail = b"" if extra is None else extra_bytes(extra)
-        tokens = min(len(rest) // ID_BYTES, self.block_tokens)
-        children = self._children(place, "partial").values()
-        alike = [node for node in children if node.key[self.block_bytes :] == tail]
-        if not alike or not tokens:
+        rest = rest[: min(len(rest) // ID_BYTES, self.block_tokens) * ID_BYTES]
+        home = place if isinstance(place, Node) else self._roots.get(place.code)
+        if not self._children(place, "partial"):
             return None
-        heads = b"".join([node.key[: tokens * ID_BYTES] for node in alike])
-        same = np.frombuffer(heads, ID).reshape(-1, tokens) == np.frombuffer(rest, ID, tokens)
-        shared = np.logical_and.accumulate(same, axis=1).sum(axis=1)
-        best = int(shared.argmax())
-        return (alike[best], int(shared[best])) if shared[best] else None
+        assert home is not None
+        return self.crowds.nearest(home, rest, tail)
 
     def tokens(self, node: Node) -> list[int]:
         """The token ids of a block."""
@@ -256,6 +254,8 @@ class Index(Telling):
             chain.append(parent)
         self._serial += len(chain)
         self._count += len(chain)
+        if self.crowds.at:
+            self.crowds.join(chain[0].parent or root, chain[0])
         if slot is not None:
             self._fill(chain[0], slot)
         elif self.uncopied is not None:
@@ -515,7 +515,10 @@ class Index(Telling):
             if root.identity.weights_epoch == self.epoch:
                 self._note(one, reason)
             self._forget(one)
-        del (root.children if parent is None else parent.children)[node.key]
+        home = root if parent is None else parent
+        del home.children[node.key]
+        if self.crowds.at:
+            self.crowds.leave(home, node)
         if parent is not None:
             self._consider(parent)
         elif not root.children:
@@ -548,3 +551,4 @@ class Index(Telling):
         self._count -= 1
         node.owner = node.parent = node.root = None
         node.children = {}
+        self.crowds.at.pop(node, None)

@@ -19,6 +19,7 @@ def check(index: Index) -> list[str]:
     nodes = list(index.walk())
     wrong = [line for node in nodes for line in _check_node(index, node)]
     wrong += _check_roots(index)
+    wrong += _check_crowds(index)
     on_host = {id(node): node.slot for node in nodes if node.slot is not None}
     if on_host != {id(node): slot for slot, node in index.slots.items()}:
         wrong.append(f"{len(on_host)} blocks have slots, {len(index.slots)} slots have blocks")
@@ -43,6 +44,14 @@ def _check_roots(index: Index) -> Iterator[str]:
         for key, node in root.children.items():
             if (node.key, node.parent, node.root, node.ordinal) != (key, None, root, 0):
                 yield f"{node} is not what its root says"
+
+
+def _check_crowds(index: Index) -> Iterator[str]:
+    """What is known of many children is what is there."""
+    for home, siblings in index.crowds.at.items():
+        known, there = Counter(map(id, siblings)), Counter(map(id, home.children.values()))
+        if known != there or not there:
+            yield f"{len(known)} children of one place are known in order, {len(there)} are there"
 
 
 def _check_node(index: Index, node: Node) -> Iterator[str]:

@@ -482,7 +482,7 @@ class Manager(Rewinding, Handle):
 
     @guarded
     def stats(self) -> Stats:
-        """A snapshot of states, charges, refusals and device calls. O(sequences and ranges)."""
+        """A snapshot of states, charges, refusals and device calls. O(states)."""
         return stats(self)
 
     @ending

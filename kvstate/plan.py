@@ -191,7 +191,11 @@ class Plan:
         for target, low, high, value in self.splices:
             target[low:high] = value
         for counts, before, after in self.tallies:
-            _tally(counts, before, after)
+            if len(before) == 1:  # a block that is full: each step of a batch has some
+                counts[before[0]] -= 1
+                counts[after[0]] += 1
+            else:
+                _tally(counts, before, after)
         for subject, chosen in self.moves:
             subject.enter(chosen.code)
             if chosen.apply is not None:
@@ -226,7 +230,7 @@ def _translated(before: bytearray, table: bytes) -> bytearray:
 
 
 def _tally(counts: list[int], before: bytearray, after: bytearray) -> None:
-    """The one place that counts."""
+    """The one place that counts, but for cells by themselves."""
     size, first = len(before), before[0]
     if before == before[:1] * size:
         counts[first] -= size

@@ -123,7 +123,7 @@ class Rewinding(Admission):
         passage = self.spans.passage(seq, self.reuse.epoch, closing=False)
         self._check_promise(seq, sharing, passage)
         leaving = self.reuse.leaving(seq, full, passage)
-        pages = Cells(seq, bytearray(len(seq.pages.states)))
+        pages = Cells(seq, bytearray(len(seq.pages.states)), seq.pages.counts)
         range_, parked = self._range_for(seq, length_tokens, sharing, [])
         frames = self.geometry.frames(length_tokens)
         ahead = self.config.gpu.map_ahead_frames
@@ -153,7 +153,7 @@ class Rewinding(Admission):
         left = range_.charged - self.spans.passed_frames(passage)
         had = gpu.free + gpu.parked + gpu.coming + self.spans.spillable_frames + left
         whole = self._whole(seq, sharing)
-        if whole > had - (self._promised() - seq.promised_frames):
+        if whole > had - (self.columns.promised_frames - seq.promised_frames):
             raise self._short(str(seq), whole, "reserve")
 
     def _still_shared(self, seq: Sequence, full: int) -> Sharing | None:

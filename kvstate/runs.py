@@ -140,13 +140,14 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     for cells, low, high in (*sorted(own, key=lambda run: run[1]), *operands.get("left", ())):
         states += cells.states[low:high]
         cells.states[low:high] = bytes(high - low)
-    range_.owner = seq.range = None
-    seq.columns.capacity[seq.row] = 0
+    seq.range = None
+    range_.give(None)
+    seq.set_capacity(0)
     seq.columns.set_base(seq.row, 0)
 
 
 def _left(range_: Range, blocks: int) -> tuple[Cells, int, int]:
-    return Cells(range_, bytearray(blocks)), 0, blocks
+    return Cells(range_, bytearray(blocks), range_.pages.counts), 0, blocks
 
 
 assert VACANT.code == 0, "fresh page records are zeros"

@@ -30,7 +30,7 @@ from kvstate.spec.page import (
     HOST_HELD_COMMITTED,
     HOST_HELD_PRIVATE,
 )
-from kvstate.spec.sequence import CREATED, SEQUENCE
+from kvstate.spec.sequence import CLOSED, CREATED, SEQUENCE
 from kvstate.spec.transfer import ISSUED, STEP, STEP_ISSUED
 from kvstate.values import article, counts, described
 
@@ -47,7 +47,13 @@ class Columns:
     def __init__(self, rows: int, tokens_per_block: int, max_tokens: int) -> None:
         self.rows, self.max_tokens = rows, max_tokens
         self.free = list(range(rows - 1, -1, -1))
-        self.states = bytearray(rows + 1)
+        self.states = bytearray([CLOSED.code]) * (rows + 1)
+        """Of each row's sequence; CLOSED if it has none."""
+        self.counts = [0] * len(SEQUENCE.states)
+        """How many rows are in each state."""
+        self.counts[CLOSED.code] = rows
+        self.promised_frames = 0
+        """Frames that running sequences were promised and do not have yet."""
         self.scheduled: Column = np.zeros(rows + 1, np.int64)
         """Tokens written, counting steps in flight."""
         self.settled: Column = np.zeros(rows + 1, np.int64)
@@ -65,6 +71,12 @@ class Columns:
         """The known token ids of the block that is not full yet."""
         self.version = 0
         """Grows with every change that could make a step illegal."""
+
+    def enter(self, row: int, code: int) -> None:
+        """The sequence of a row comes to be in that state. The one place that counts them."""
+        self.counts[self.states[row]] -= 1
+        self.counts[code] += 1
+        self.states[row] = code
 
     def set_scheduled(self, row: int, tokens: int) -> None:
         """Change one row. Steps in flight keep the column they remember."""
@@ -141,8 +153,9 @@ class Sequence(Handle):
 
     __slots__ = (
         "_life", "columns", "commits", "editions", "extent_frames", "extras", "held_tokens",
-        "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages", "prompt",
-        "range", "reserves", "row", "slots", "state", "stream", "transfer", "uid",
+        "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages",
+        "promised_frames", "prompt", "range", "reserves", "row", "slots", "state", "stream",
+        "transfer", "uid",
     )  # fmt: skip
     instead = "pass it on as it is, or `fork` it for one that goes its own way"
 
@@ -166,9 +179,13 @@ class Sequence(Handle):
         self.extent_frames = kv.geometry.extent(max_tokens)
         """The addresses that its range must have, in frames."""
         self._life = int(self.columns.life[row])
-        self.state = self.columns.states[row] = CREATED.code
+        self.columns.enter(row, CREATED.code)
+        self.state = CREATED.code
         """The code of its state."""
-        self.pages = Cells(self, bytearray(kv.geometry.blocks(max_tokens)))
+        self.promised_frames = 0
+        """Frames that it may still ask for and nobody else may have."""
+        blocks = kv.geometry.blocks(max_tokens)
+        self.pages = Cells(self, bytearray(blocks), kv.arena.counts.pages)
         self.range: Range | None = None
         self.slots: Sequence_[Run] = ()
         """Its host slots, in the order of its pages."""
@@ -194,7 +211,8 @@ class Sequence(Handle):
     def enter(self, code: int) -> None:
         """Change the state."""
         if code != self.state:
-            self.state = self.columns.states[self.row] = code
+            self.columns.enter(self.row, code)
+            self.state = code
             self.columns.version += 1
 
     @property
@@ -299,12 +317,15 @@ class Sequence(Handle):
         frames = span.end if span is not None and mapped else len(range_.aliases.states)
         return geometry.tokens(frames)
 
-    @property
-    def promised_frames(self) -> int:
-        """Frames that it may still ask for and nobody else may have."""
-        if not self.reserves or self.range is None:
-            return 0
-        return max(0, self.kv.geometry.frames(self.max_tokens) - self.range.used)
+    def set_capacity(self, tokens: int) -> None:
+        """Its range, if it has one, has room for so many tokens. The one place that counts what was
+        promised: that is what a range has not."""
+        self.columns.capacity[self.row] = tokens
+        if self.reserves:
+            whole, range_ = self.kv.geometry.frames(self.max_tokens), self.range
+            promised = 0 if range_ is None else max(0, whole - range_.used)
+            self.columns.promised_frames += promised - self.promised_frames
+            self.promised_frames = promised
 
     def forget_tokens(self) -> None:
         """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""

@@ -8,13 +8,18 @@ This file finds the memory and keeps the registry: who has which span, how recen
 be given up. A protected share of the budget is not: without it a burst spills the prefixes exactly
 when they are worth most (report S10). Asking changes nothing (report S08).
 
-Rejected: a count of aliases. A range that is released twice would free somebody else's memory.
+What can be given up is asked by every admission, so it is a sum: the spans that sequences need are
+counted as ranges get and lose their owners. Law 16 compares with the names.
+
+Rejected: a count of aliases in place of their names. A range that is released twice would free
+somebody else's memory.
 """
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator
-from typing import Any, Final, NamedTuple
+from typing import Final, NamedTuple
 
 from kvstate.arena import Range
 from kvstate.blocks import Node
@@ -33,15 +38,15 @@ class Span:
     """Frames of a canonical prefix: those of its home's aliases first, then its own."""
 
     __slots__ = (
-        "end", "first_frame", "frames", "holders", "home", "nodes", "number", "pages", "state",
-        "used",
+        "end", "first_frame", "frames", "holders", "home", "needed", "nodes", "number", "pages",
+        "registry", "state", "used",
     )  # fmt: skip
 
-    def __init__(self, number: int, home: Range, counts: list[int]) -> None:
-        self.number, self.home = number, home
+    def __init__(self, number: int, home: Range, registry: Spans) -> None:
+        self.number, self.home, self.registry = number, home, registry
         self.first_frame = self.end = len(home.aliases.states)
         """Its own frames, counted from the beginning of the prefix."""
-        self.frames = Frames(self, counts)
+        self.frames = Frames(self, registry.counts)
         """Its own frames, once they are the registry's."""
         self.nodes: list[Node] = []
         """What the index calls its own blocks."""
@@ -49,6 +54,8 @@ class Span:
         """The records of their pages, once they are the registry's."""
         self.holders: dict[int, Range] = {}
         """Ranges that alias it, by number."""
+        self.needed = 0
+        """How many of them a sequence has, or are homes of spans that are needed."""
         self.used = 0
         self.state = LIVE.code
 
@@ -58,6 +65,18 @@ class Span:
     def enter(self, code: int) -> None:
         """Change the state."""
         self.state = code
+
+    def need(self, by: int) -> None:
+        """A range that aliases it is needed from now on, or (by -1) no more. The one place that
+        counts what is idle. O(1), and the spans before it that nobody needed, or needs now."""
+        span: Span | None = self
+        while span is not None:
+            span.needed += by
+            if span.needed - by and span.needed:
+                return
+            if span.number in self.registry.registered:
+                self.registry.idle_frames -= by * span.own_frames
+            span = span.home.span if span.home.owner is None else None
 
     @property
     def aliases(self) -> int:
@@ -126,7 +145,10 @@ class Spans:
         self.unit_blocks: Final = geometry.align_bytes // geometry.block_bytes
         self.key_bytes: Final = ID_BYTES * geometry.tokens_per_block
         self.columns, self.protected_frames = columns, geometry.protected_frames
-        self.registered: dict[int, Span] = {}
+        self.registered: OrderedDict[int, Span] = OrderedDict()
+        """By number; those that were used longest ago first, and of a chain the last."""
+        self.idle_frames = 0
+        """Frames of those that no sequence maps, nor a span behind them."""
         self.clock = self.made = 0
 
     # Sharing.
@@ -167,7 +189,7 @@ class Spans:
 
     def _of(self, range_: Range) -> Span:
         """The span of a running sequence, or one that it could have."""
-        return range_.home_of or Span(self.made + 1, range_, self.counts)
+        return range_.home_of or Span(self.made + 1, range_, self)
 
     def _full(self, seq: Sequence, first: int, end: int) -> bool:
         """These pages of the sequence are canonical, and their bytes are there."""
@@ -199,6 +221,8 @@ class Spans:
             span.nodes += sharing.nodes
             span.end = sharing.frames
         span.holders[range_.number] = range_
+        if range_.owner is not None:
+            span.need(1)
         self.touch(span)
 
     def _enter(self, span: Span) -> None:
@@ -211,6 +235,8 @@ class Spans:
         self.clock += 1
         for one in _chain(span):
             one.used = self.clock
+            if one.number in self.registered:
+                self.registered.move_to_end(one.number)
 
     # Remapping.
 
@@ -248,6 +274,7 @@ class Spans:
         """The frames are mapped in place of the sequence's own."""
         if range_.span is not None:
             del range_.span.holders[range_.number]
+            range_.span.need(-1)
         range_.aliases.states = bytearray([ALIASED.code]) * sharing.frames
         range_.span = sharing.span
         self.shared(sharing, range_)
@@ -308,6 +335,7 @@ class Spans:
         span.nodes += passage.nodes
         span.end, span.pages = self._frames(passage.end), passage.pages
         self.registered[span.number] = span
+        self.idle_frames += 0 if span.needed else span.own_frames
         self.touch(span)
 
     # Giving up.
@@ -315,26 +343,21 @@ class Spans:
     def spillable(self, *, all_of_them: bool = False) -> list[Span]:
         """The spans that a reclaim may give up, in this order: no sequence maps them, and they are
         not among the latest used that make up the protected share, which one sequence alone may
-        have too. O(n log n) in the spans."""
-        chosen: list[Span] = []
+        have too. O(spans)."""
         kept = set(self._protected(0 if all_of_them else self.protected_now))
-        for span in sorted(self.registered.values(), key=lambda s: (s.used, -s.first_frame)):
-            if span not in kept and all(_idle(range_, chosen) for range_ in span.holders.values()):
-                chosen.append(span)
-        return chosen
+        return [one for one in self.registered.values() if not one.needed and one not in kept]
 
     @property
     def protected_now(self) -> int:
         """The protected share, in frames, while sequences compete; one alone may have it all."""
-        alone = self.columns.states.count(ACTIVE.code) <= 1
+        alone = self.columns.counts[ACTIVE.code] <= 1
         return 0 if alone else self.protected_frames
 
     def _protected(self, left: int) -> Iterator[Span]:
-        """The latest used, as far as they fit in so many frames."""
-        full = [span for span in self.registered.values() if span.state == REGISTERED.code]
-        for span in sorted(full, key=lambda s: (-s.used, s.first_frame)):
+        """The latest used, as far as they fit in so many frames. Cost: as many as fit."""
+        for span in reversed(self.registered.values()):
             left -= span.own_frames
-            if left < 0:
+            if left < 0 or span.state != REGISTERED.code:
                 return
             yield span
 
@@ -349,17 +372,22 @@ class Spans:
 
     def frames_without(self, sharing: Sharing | None, *, competing: bool = False) -> int:
         """Frames that a reclaim can take from spans if that much is mapped once more; if somebody
-        is `competing`, the protected share is none of them."""
-        if not self.registered:
+        is `competing`, the protected share is none of them. O(spans of the protected share), and
+        those before the one that is mapped that nobody needs."""
+        if not self.idle_frames:
             return 0
-        kept = set(_chain(None if sharing is None else sharing.span))
-        kept |= set(self._protected(self.protected_frames)) if competing else set()
-        return frames_of(span for span in self.spillable() if span not in kept)
+        kept = set(self._protected(self.protected_frames if competing else self.protected_now))
+        found = self.idle_frames - frames_of(span for span in kept if not span.needed)
+        for span in _chain(None if sharing is None else sharing.span):
+            if span.needed or span in kept:
+                break  # so are those before it
+            found -= span.own_frames if span.number in self.registered else 0
+        return found
 
     @property
     def spillable_frames(self) -> int:
-        """Frames that a reclaim can take from spans."""
-        return frames_of(self.spillable()) if self.registered else 0
+        """Frames that a reclaim can take from spans. O(spans of the protected share)."""
+        return self.frames_without(None)
 
     def unaliased(self, range_: Range) -> None:
         """A range maps nothing of its span any more."""
@@ -373,11 +401,13 @@ class Spans:
         span.nodes.clear()
         span.pages.states.clear()
         span.used = 0
+        self.registered.move_to_end(span.number, last=False)
 
     def spilled(self, span: Span) -> None:
         """A span is given up, and so is its home."""
         span.home.home_of = None
         del self.registered[span.number]
+        self.idle_frames -= span.own_frames
 
     def ended(self, range_: Range) -> None:
         """A running sequence has its span no more."""
@@ -388,14 +418,6 @@ class Spans:
 
     def _frames(self, blocks: int) -> int:
         return blocks // self.unit_blocks * self.unit_frames
-
-
-def _idle(range_: Range, doomed: Iterable[Any]) -> bool:
-    """No sequence needs what the range maps: it waits to be adopted, or it is the home of a span
-    that is given up too. One behind a fence is as good: there is a quiesce before."""
-    if range_.home_of is not None:
-        return range_.home_of in doomed
-    return range_.owner is None
 
 
 def ranges_behind(span: Span) -> list[Range]:

@@ -1,18 +1,21 @@
 """Statistics: one snapshot of where everything stands and of what was done so far.
 
-Nothing is counted for this: states are counted where they stand, and charges are what the states
-say.
+Nothing is counted for this, and nothing is gone over: states are counted where they change, and
+charges are what the states say.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from attrs import asdict, frozen
 
 from kvstate.spec.coupling import TABLES
+from kvstate.spec.page import VACANT as PAGE_VACANT
+from kvstate.spec.range import VACANT
+from kvstate.spec.sequence import CLOSED
+from kvstate.spec.table import State
 
 if TYPE_CHECKING:
     from kvstate.manager import Manager
@@ -59,17 +62,16 @@ class Stats:
 
 
 def stats(kv: Manager) -> Stats:
-    """Take a snapshot. Cost: O(sequences and ranges)."""
+    """Take a snapshot. O(states and counters)."""
+    counts = kv.arena.counts
     counters = {name: count for name, count in kv.counters.items() if count}
     refused = "refused."
-    pages = [seq.pages.states for seq in kv.sequences.values()]
-    pages += [range_.pages.states for range_ in kv.arena.ranges.values()]
     return Stats(
-        sequences=_named("sequence", (seq.state for seq in kv.sequences.values())),
-        pages=_counted("page", [sum(s.count(c) for s in pages) if c else 0 for c in _PAGE_CODES]),
+        sequences=_counted("sequence", kv.columns.counts, CLOSED),
+        pages=_counted("page", counts.pages, PAGE_VACANT),
         frames=_counted("frame", kv.gpu.counts),
         host_slots=_counted("host", kv.host.counts),
-        ranges=_named("range", (range_.state for range_ in kv.arena.ranges.values())),
+        ranges=_counted("range", counts.ranges, VACANT),
         frame_charges=_charges("frame", kv.gpu.counts),
         host_charges=_charges("host", kv.host.counts),
         steps_in_flight=len(kv.flight.steps),
@@ -81,16 +83,9 @@ def stats(kv: Manager) -> Stats:
     )
 
 
-_PAGE_CODES = range(len(TABLES["page"].states))
-
-
-def _named(machine: str, codes: Iterable[int]) -> dict[str, int]:
-    found = Counter(codes)
-    return {state.name: found[state.code] for state in TABLES[machine].states if found[state.code]}
-
-
-def _counted(machine: str, counts: list[int]) -> dict[str, int]:
-    states = TABLES[machine].states
+def _counted(machine: str, counts: list[int], nothing: State | None = None) -> dict[str, int]:
+    """The states that anything is in, besides the one that says that there is nothing."""
+    states = (state for state in TABLES[machine].states if state is not nothing)
     return {state.name: counts[state.code] for state in states if counts[state.code]}
 
 

@@ -21,7 +21,8 @@ from kvstate.spec.facts import (
     TransferFact,
     View,
 )
-from kvstate.spec.sequence import ACTIVE
+from kvstate.spec.page import VACANT as PAGE_VACANT
+from kvstate.spec.range import VACANT
 from kvstate.spec.transfer import STEP_LANDED
 
 
@@ -64,12 +65,17 @@ def view(kv: Manager) -> View:
         ranges=tuple(_ranges(kv)),
         spans=tuple(_spans(kv)),
         span_clock=kv.spans.clock,
+        idle_span_frames=kv.spans.idle_frames,
+        spare_span_frames=kv.spans.frames_without(None, competing=True),
         transfers=tuple(_transfers(kv)),
         loads=kv.flight.loads,
         steps=tuple(_step(step) for step in kv.flight.steps.values()),
         rows=kv.columns.rows,
         free_rows=tuple(kv.columns.free),
-        running=kv.columns.states.count(ACTIVE.code),
+        sequence_counts=tuple(kv.columns.counts),
+        page_counts=tuple(kv.arena.counts.pages[PAGE_VACANT.code + 1 :]),
+        range_counts=tuple(kv.arena.counts.ranges[VACANT.code + 1 :]),
+        promised_frames=kv.columns.promised_frames,
         ledger=kv.device.ledger(),
     )
 

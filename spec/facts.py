@@ -330,6 +330,10 @@ class View:
     spans: tuple[SpanFact, ...]
     span_clock: int
     """How often spans were used so far."""
+    idle_span_frames: int
+    """How many frames are said to be in spans that no sequence maps."""
+    spare_span_frames: int
+    """How many of these are said to be in none of the protected share."""
     transfers: tuple[TransferFact, ...]
     loads: int
     """How many of them are said to bring bytes to the GPU."""
@@ -337,8 +341,14 @@ class View:
     rows: int
     """How many there are."""
     free_rows: tuple[int, ...]
-    running: int
-    """How many rows are said to be of ACTIVE sequences."""
+    sequence_counts: tuple[int, ...]
+    """How many rows are said to be of sequences in each state; CLOSED, if of none."""
+    page_counts: tuple[int, ...]
+    """How many pages of sequences and of ranges are said to be in each state but VACANT."""
+    range_counts: tuple[int, ...]
+    """How many ranges are said to be in each state but VACANT."""
+    promised_frames: int
+    """How many frames are said to be promised to running sequences that do not have them yet."""
     ledger: Ledger
 
     @cached_property

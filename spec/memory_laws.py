@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from kvstate.spec import frame, host, page, sequence, span
 from kvstate.spec import range as range_
-from kvstate.spec.facts import RangeFact, View
+from kvstate.spec.facts import RangeFact, SequenceFact, View
 from kvstate.spec.index_laws import NOBODYS, slot_name
-from kvstate.spec.span_laws import mapped, shared
+from kvstate.spec.span_laws import mapped, shared, spare_spans
 
 INT31: Final = (1 << 31) - 1
 _CHARGED: Final = (frame.MAPPED.code, frame.LIVE_SPAN.code)
@@ -128,8 +128,16 @@ def counters_are_sums(view: View) -> Iterator[str]:
     yield from _differences("frames", frame.FRAME.states, view.frame_counts, sums)
     sums = [view.host_states.count(state.code) for state in host.HOST.states]
     yield from _differences("host slots", host.HOST.states, view.host_counts, sums)
+    yield from _objects(view)
     if min(view.frame_counts + view.host_counts, default=0) < 0:
         yield f"a count is negative: {view.frame_counts}, {view.host_counts}"
+    share = int(view.protected_share * view.budget_frames)
+    for frames, left in ((view.idle_span_frames, 0), (view.spare_span_frames, share)):
+        if frames != spare_spans(view, left):
+            there = spare_spans(view, left)
+            yield f"{frames} frames of spans are said to be spare but for {left}, {there} are"
+    if view.promised_frames != promised(view):
+        yield f"{view.promised_frames} frames are said to be promised, {promised(view)} are"
     loads = sum(copy.loads for copy in view.transfers)
     if view.loads != loads:
         yield f"{view.loads} loads are said to be in flight, there are {loads}"
@@ -140,6 +148,22 @@ def counters_are_sums(view: View) -> Iterator[str]:
             tokens = frames * view.frame_bytes // max(1, view.row_bytes)
             if seq.capacity != min(tokens, seq.max_tokens):
                 yield f"sequence {seq.uid} has capacity {seq.capacity}, its frames hold {tokens}"
+
+
+def _objects(view: View) -> Iterator[str]:
+    """The counts of rows, pages and ranges; nobody counts pages and ranges that are VACANT."""
+    states = bytes(seq.state for seq in view.sequences)
+    sums = [states.count(state.code) for state in sequence.SEQUENCE.states]
+    sums[sequence.CLOSED.code] += view.rows - len(states)
+    yield from _differences("rows", sequence.SEQUENCE.states, view.sequence_counts, sums)
+    pages = b"".join([seq.pages for seq in view.sequences] + [fact.pages for fact in view.ranges])
+    there = page.PAGE.states[page.VACANT.code + 1 :]
+    sums = [pages.count(state.code) for state in there]
+    yield from _differences("pages", there, view.page_counts, sums)
+    states, made = bytes(fact.state for fact in view.ranges), range_.RANGE.states
+    made = made[range_.VACANT.code + 1 :]
+    sums = [states.count(state.code) for state in made]
+    yield from _differences("ranges", made, view.range_counts, sums)
 
 
 def _differences(
@@ -153,14 +177,10 @@ def _differences(
 
 
 def rows_agree(view: View) -> Iterator[str]:
-    """A row says of its sequence's state and life what the sequence says, and no free row is said
-    to run."""
+    """A row says of its sequence's state and life what the sequence says."""
     for seq in view.sequences:
         if (seq.row_state, seq.row_life) != (seq.state, seq.life):
             yield f"the row of sequence {seq.uid} says {seq.row_state}, life {seq.row_life}: {seq}"
-    runs = sum(seq.state == sequence.ACTIVE.code for seq in view.sequences)
-    if view.running != runs:
-        yield f"{view.running} sequences are said to run, {runs} do"
 
 
 def contiguity(view: View) -> Iterator[str]:
@@ -252,6 +272,19 @@ def code_at(states: bytes, at: int) -> int | None:
 def used(view: View, fact: RangeFact) -> int:
     """Frames from a range's base that back the capacity of its sequence."""
     return shared(view, fact) + charged(fact)
+
+
+def promise(view: View, seq: SequenceFact) -> int:
+    """Frames that a sequence was promised and does not have yet."""
+    fact = view.range_of.get(seq.range)
+    if fact is None or not seq.reserves:
+        return 0
+    return max(0, frames_of(view, seq.max_tokens) - used(view, fact))
+
+
+def promised(view: View) -> int:
+    """All that was promised."""
+    return sum(promise(view, seq) for seq in view.sequences)
 
 
 def _ceil(number: int, unit: int) -> int:

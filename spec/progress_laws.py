@@ -15,7 +15,7 @@ from typing import Final
 from kvstate.spec import frame, host, sequence
 from kvstate.spec import range as range_
 from kvstate.spec.facts import FairRun, RangeFact, Refusal, SequenceFact, View
-from kvstate.spec.memory_laws import blocks_of, extent, frames_of, used
+from kvstate.spec.memory_laws import blocks_of, extent, frames_of, promise, promised, used
 from kvstate.spec.span_laws import spare_spans
 from kvstate.spec.table import State
 
@@ -75,19 +75,6 @@ def _regained(view: View, refused: Refusal) -> int:
 def _lacking(view: View, refused: Refusal) -> int:
     """Frames of the budget that others have."""
     return _count(view, frame.DENIED) - _regained(view, refused)
-
-
-def _promise(view: View, seq: SequenceFact) -> int:
-    """Frames that a sequence was promised and does not have yet."""
-    fact = view.range_of.get(seq.range)
-    if fact is None or not seq.reserves:
-        return 0
-    return max(0, frames_of(view, seq.max_tokens) - used(view, fact))
-
-
-def promised(view: View) -> int:
-    """All that was promised."""
-    return sum(_promise(view, seq) for seq in view.sequences)
 
 
 def promises_hold(view: View) -> Iterator[str]:
@@ -182,7 +169,7 @@ def _judge_reserve(view: View, refused: Refusal) -> Iterator[str]:
     wanted, had = promised(view), _had(view, refused)
     if refused.call in ("resize", "step"):
         growth = _growth(view, refused)
-        own = sum(min(n, _promise(view, view.by_uid[uid])) for uid, n in growth.items())
+        own = sum(min(n, promise(view, view.by_uid[uid])) for uid, n in growth.items())
         needed, fits = sum(growth.values()), sum(growth.values()) - own <= had - wanted
     else:
         needed = _whole(view, refused)

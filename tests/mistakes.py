@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -51,7 +52,9 @@ def forgets(owner: type[object], name: str) -> Callable[[Patch], None]:
     return lambda patch: patch.setattr(owner, name, nothing)
 
 
-def around(owner: type[object], name: str, wrong: Callable[..., object]) -> Callable[[Patch], None]:
+def around(
+    owner: type[object] | ModuleType, name: str, wrong: Callable[..., object]
+) -> Callable[[Patch], None]:
     """A method that does something else: `wrong` is given what it was, and its arguments."""
     right = getattr(owner, name)
 

@@ -13,18 +13,19 @@ from typing import Any, Final
 
 import pytest
 
-from kvstate import Manager, Sequence
+from kvstate import Manager, Sequence, runs
 from kvstate.act import Actor
 from kvstate.admission import Admission
-from kvstate.arena import Addresses, Arena
+from kvstate.arena import Addresses, Arena, Range
 from kvstate.blocks import Loss, Node
 from kvstate.flight import Flight
 from kvstate.index import Index
 from kvstate.keys import Identity
 from kvstate.mirrors import Mirrors
+from kvstate.plan import Cells
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
-from kvstate.spans import Spans
+from kvstate.spans import Span, Spans
 from kvstate.stepping import Stepping
 from tests.mistakes import Mistake, around, forgets, nothing
 from tests.test_reuse import PROMPT, go_on, said
@@ -68,6 +69,11 @@ def _unregistered(right: Callable[..., None], spans: Spans, passage: Any) -> Non
     del spans.registered[passage.span.number]
 
 
+def _needed_alone(right: object, span: Span, by: int) -> None:
+    """Those before it are not told."""
+    span.needed += by
+
+
 def _touch_one(right: object, spans: Spans, span: Any) -> None:
     spans.clock += 1
     span.used = spans.clock
@@ -78,6 +84,17 @@ def _turn_after_turn(kv: Manager) -> None:
     said(kv, LONG[:8])
     second = more(kv, [*LONG, 0])
     go_on(kv, second, LONG)
+    more(kv, [*LONG, 1])
+
+
+def _turns_that_leave(kv: Manager) -> None:
+    """A span, one behind it, and then another that maps both."""
+    first = said(kv, LONG[:8])
+    second = more(kv, [*LONG, 0])
+    go_on(kv, second, LONG)
+    for seq in (first, second):
+        seq.close()
+        kv.poll()
     more(kv, [*LONG, 1])
 
 
@@ -104,6 +121,23 @@ MEMORY: Final = (
 
 def _enter_alone(right: object, seq: Sequence, code: int) -> None:
     seq.state = code
+
+
+def _uncounted(right: object, columns: Columns, row: int, code: int) -> None:
+    columns.states[row] = code
+
+
+def _left_uncounted(right: Callable[..., Any], range_: Range, blocks: int) -> Any:
+    cells, low, high = right(range_, blocks)
+    return Cells(cells.owner, cells.states), low, high
+
+
+def _range_uncounted(right: object, range_: Range, code: int) -> None:
+    range_.state = code
+
+
+def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
+    seq.columns.capacity[seq.row] = tokens
 
 
 def _in_place(right: object, columns: Columns, row: int, address: int) -> None:
@@ -152,7 +186,20 @@ def _hit_then_close(kv: Manager) -> None:
 
 SEQUENCES: Final = (
     Mistake("a row does not say what its sequence is", around(Sequence, "enter", _enter_alone),
-            lambda kv: kv.create(max_tokens=4).resume(), "rows", "are said to run"),
+            lambda kv: kv.create(max_tokens=4).resume(), "rows", "the row of sequence 1 says"),
+    Mistake("a row is not counted when its state changes", around(Columns, "enter", _uncounted),
+            lambda kv: kv.create(max_tokens=4), "counters are sums", "0 rows are said to be CREA"),
+    Mistake("what a sequence leaves is not counted", around(runs, "_left", _left_uncounted),
+            lambda kv: said(kv, PROMPT).drop(), "counters are sums", "are said to be PARKED"),
+    Mistake("a range is not counted", around(Range, "enter", _range_uncounted),
+            lambda kv: kv.create(max_tokens=4).resume(), "counters are sums",
+            "0 ranges are said to be RESERVED, 1 are"),
+    Mistake("what is needed of a chain is not counted", around(Span, "need", _needed_alone),
+            _turns_that_leave, "counters are sums", "frames of spans are said to be spare",
+            {"slots": 0, "frames": 24, "max_tokens": 24, "spans": "all"}),
+    Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
+            lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
+            "0 frames are said to be promised, 4 are"),
     Mistake("a row keeps the life of who was there", around(Columns, "set_life", nothing),
             lambda kv: said(kv, PROMPT).drop(), "rows", "the row of sequence 1 says"),
     Mistake("who has lost its bytes keeps its tokens", forgets(Sequence, "forget_tokens"),

@@ -36,8 +36,6 @@ UNNOTICED: Final = {
     ("Ledger.work", "the first less"): PASSED,
     ("Work.copy", "becomes None"): "then it is work of the engine's own, of which nobody has books",
     ("Work.name", "another name"): "a pure name, for messages",
-    ("View.protected_share", "becomes 0"): TOLD,
-    ("View.protected_share", "becomes 1"): TOLD,
     ("View.max_utilization", "becomes 0"): TOLD,
     ("View.max_utilization", "becomes 1"): TOLD,
     ("View.span_clock", "+1"): "a clock that has ticked once more",
@@ -46,7 +44,6 @@ UNNOTICED: Final = {
     ("SequenceFact.open", "another byte"): "what its caller said; the campaign's model knows it",
     ("SequenceFact.committing", "becomes False"): "what its caller wanted; the model knows it",
     ("SequenceFact.committing", "becomes True"): "what its caller wanted; the model knows it",
-    ("SequenceFact.reserves", "becomes False"): "what its caller wanted: nothing was promised then",
 }  # fmt: skip
 """(class and field, way): why no always law notices it."""
 LEAST: Final = 0.94

@@ -175,7 +175,7 @@ FLIGHT: Final = (
     Case(
         name="a closed sequence keeps its row while a step names it",
         entries=("B43",),
-        law="law 18 (steps in order)",
+        law="law 16 (counters are sums)",
         fault=Fault(
             "a row is free as soon as its sequence closes",
             "kvstate/manager.py",

@@ -446,9 +446,8 @@ MEMORY: Final = (
         fault=Fault(
             "a batch is not told that a state has changed",
             "kvstate/sequence.py",
-            "            self.state = self.columns.states[self.row] = code\n"
-            "            self.columns.version += 1\n",
-            "            self.state = self.columns.states[self.row] = code\n",
+            "            self.state = code\n            self.columns.version += 1\n",
+            "            self.state = code\n",
             "B85",
         ),
         run=_a_kept_batch,

@@ -134,7 +134,7 @@ SPANS: Final = (
     Case(
         name="a span is not given up under a sequence that maps it",
         entries=("B13",),
-        law="law 8 (all or nothing)",
+        law="law 16 (counters are sums)",
         fault=planted("a span is given up under a sequence that maps it"),
         config=config(frames=4, slots=0),
         program=(

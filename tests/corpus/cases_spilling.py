@@ -91,8 +91,8 @@ SPILLING: Final = (
         fault=Fault(
             "nothing is protected",
             "kvstate/spans.py",
-            "0 if all_of_them else self.protected_now",
-            "0",
+            "return 0 if alone else self.protected_frames",
+            "return 0",
             "S10",
         ),
         config=config(slots=0, spans="all", protected=0.3),
@@ -165,8 +165,8 @@ SPILLING: Final = (
         fault=Fault(
             "the gate counts a span twice",
             "kvstate/spans.py",
-            "        kept = set(_chain(None if sharing is None else sharing.span))\n",
-            "        kept = set[Span]()\n",
+            "        for span in _chain(None if sharing is None else sharing.span):\n",
+            "        for span in _chain(None):\n",
             "B82",
         ),
         config=config(frames=4, slots=0, spans="all"),

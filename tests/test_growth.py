@@ -1,0 +1,36 @@
+"""What calls should not depend on they do not depend on, in bytecodes: `tests/bench/growth.py` with
+fewer of everything, and without a clock.
+
+What still grows is named, and the list is exact: a call that stands in it and does not grow is as
+wrong as one that grows and does not.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import pytest
+
+from tests.bench.growth import THINGS, measured
+
+FEW: Final = 10
+MANY: Final = 40
+TOLERANCE: Final = 1.02
+"""Deeper heaps and longer numbers."""
+FREE_RUNS: Final = {"resume", "resume of a dropped one", "fork"}
+"""Homes of spans cut the free addresses into runs, and whether there is room is asked of each."""
+PROTECTED: Final = {"fork", "fits"}
+"""The spans of the protected share are gone over."""
+GROWS: Final = {
+    "spans": FREE_RUNS | PROTECTED,
+    "turns": {"create", "probe_reuse", "resume", "resume of a dropped one"},
+}
+"""By thing: calls that grow with it. A prompt that is found in the memory of many turns asks each
+of them, and touches each: that is their age."""
+
+
+@pytest.mark.parametrize("thing", THINGS)
+def test_calls_do_not_grow_with_what_they_do_not_touch(thing: str) -> None:
+    few, many = (measured(thing, count, lives=0).bytecodes for count in (FEW, MANY))
+    grown = {call for call in few if many[call] > few[call] * TOLERANCE}
+    assert grown == GROWS.get(thing, set()), {call: (few[call], many[call]) for call in grown}
