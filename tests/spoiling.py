@@ -30,6 +30,7 @@ from kvstate.spec.coupling import TABLES
 from kvstate.spec.facts import View
 from kvstate.spec.flight_laws import device_order
 from kvstate.spec.laws import laws
+from kvstate.spec.page import COMMITTED
 from kvstate.view import view
 from tests.faults.scenarios import SCENARIOS
 
@@ -180,7 +181,8 @@ def _features(seen: View) -> Iterator[object]:
     for work in seen.ledger.work:
         yield "work", work.name.split()[0], len(work.reads) > 1, len(work.waits) > 1
     yield "ordered", _ordered(seen)
-    yield "reuses", seen.reuses, bool(seen.free_rows), bool(seen.pool_ids)
+    known = any(COMMITTED.code in seq.pages for seq in seen.sequences)
+    yield "reuses", seen.reuses, known, bool(seen.free_rows), bool(seen.pool_ids)
 
 
 def _ordered(seen: View) -> bool:

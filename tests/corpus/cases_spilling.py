@@ -61,9 +61,9 @@ SPILLING: Final = (
         fault=Fault(
             "spans are given up only if nothing was parked",
             "kvstate/reclaim.py",
+            "        self.spill_spans(fresh - gpu.free)\n",
+            "        if not gpu.counts[POOLED.code]:\n"
             "            self.spill_spans(fresh - gpu.free)\n",
-            "            if not gpu.counts[POOLED.code]:\n"
-            "                self.spill_spans(fresh - gpu.free)\n",
             "S09",
         ),
         config=config(frames=6, slots=0, max_tokens=24, spans="all", adopt=False),
@@ -143,8 +143,8 @@ SPILLING: Final = (
         fault=Fault(
             "spans are given up for the whole need",
             "kvstate/reclaim.py",
-            "            self.spill_spans(fresh - gpu.free)\n",
-            "            self.spill_spans(fresh)\n",
+            "        self.spill_spans(fresh - gpu.free)\n",
+            "        self.spill_spans(fresh)\n",
             "B134",
         ),
         config=config(frames=6, slots=0, spans="all"),

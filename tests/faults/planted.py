@@ -72,8 +72,8 @@ FAULTS = (
     Fault(
         "unmap without quiesce",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.remap(fresh",
-        "            self.remap(fresh",
+        "        self.flight.quiesce()\n        self.remap(fresh",
+        "        self.remap(fresh",
         "S03, B161",
     ),
     Fault(
@@ -538,8 +538,8 @@ FAULTS = (
     Fault(
         "the gate is too strict",
         "kvstate/admission.py",
-        "        limit = self.config.max_utilization_for_resume * self.gpu.budget_frames\n",
-        "        limit = 0.8 * self.config.max_utilization_for_resume * self.gpu.budget_frames\n",
+        "        limit = self.config.max_utilization_for_resume * self.gpu.usable_frames\n",
+        "        limit = 0.8 * self.config.max_utilization_for_resume * self.gpu.usable_frames\n",
     ),
     Fault(
         "addresses that are free are refused",
