@@ -191,9 +191,9 @@ FAULTS = (
     Fault(
         "frees are not awaited in the same pass",
         "kvstate/reclaim.py",
-        "            self.flight.quiesce()\n            self.remap(fresh",
-        "            if gpu.coming:\n                return False\n"
-        "            self.flight.quiesce()\n            self.remap(fresh",
+        "        self.flight.quiesce()\n        self.remap(fresh",
+        "        if gpu.coming:\n            return\n"
+        "        self.flight.quiesce()\n        self.remap(fresh",
         "S02, B139",
     ),
     Fault(
