@@ -120,7 +120,8 @@ KINDS: Final[dict[str, tuple[Any, str]]] = {
 """The plain value, and as what a value may be taken; by parameter, or by call and parameter."""
 
 INSIDE: Final = (
-    "Publisher.stored", "Publisher.removed", "Publisher.cleared", "Sequence.enter", "Sequence.set_capacity",
+    "Publisher.stored", "Publisher.removed", "Publisher.cleared", "Sequence.enter",
+    "Sequence.set_capacity",
 )  # fmt: skip
 """Called by the index and by plans alone."""
 REFUSED: Final = ("TensorView.__array__", "Manager.tensors", "Publisher.encode")
