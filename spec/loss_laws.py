@@ -20,7 +20,7 @@ _LOADING: Final = (page.LOADING_COMMITTED.code, page.LOADING_PRIVATE.code)
 
 def nothing_is_forgotten(before: View, after: View, lost: GivenUp) -> Iterator[str]:
     """A block that could be found can be found until its loss was told, with a reason that is seen
-    to be so: what somebody asked for, or that there was no room, or a copy that failed."""
+    to be so: what a call asked for, or that there was no room, or a copy that failed."""
     for block in before.blocks:
         why, stays = lost.why.get(block.name), block.name in after.block_of
         if block.epoch != before.epoch:

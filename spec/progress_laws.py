@@ -78,8 +78,8 @@ def _lacking(view: View, refused: Refusal) -> int:
 
 
 def promises_hold(view: View) -> Iterator[str]:
-    """What running sequences may still ask for is free, parked, coming or in spans that can go, as
-    far as the device has the memory."""
+    """What running sequences may still ask for is free, parked, coming or in spans that can go, or
+    is memory that the device lacks for now."""
     left = protected_frames(view) if running(view) > 1 else 0
     wanted = promised(view)
     had = _count(view, *_FREE, frame.DENIED) + spare_spans(view, left) if wanted else 0
