@@ -312,7 +312,7 @@ class Books(Handle):
         """Why memory cannot be read or written, in words; None if it can."""
         base = self._reservation(address)
         if base is None:
-            return None if self._in_host(address, size_bytes) else "no memory of this device"
+            return None if self.in_host(address, size_bytes) else "no memory of this device"
         size = self.frame_bytes or self.granularity_bytes
         low, high = (address - base) // size, -(-(address + size_bytes - base) // size)
         held = self._allowed.get(base, b"")[low:high]
@@ -327,7 +327,7 @@ class Books(Handle):
         """Whether these are addresses of ours at all, mapped or not."""
         base = self._reservation(address)
         if base is None:
-            return self._in_host(address, size_bytes)
+            return self.in_host(address, size_bytes)
         return address + size_bytes <= base + self.reservations[base]
 
     def _check_inside(self, call: str, address: int, count: int) -> None:
@@ -344,7 +344,8 @@ class Books(Handle):
                 return base
         return None
 
-    def _in_host(self, address: int, size_bytes: int) -> bool:
+    def in_host(self, address: int, size_bytes: int) -> bool:
+        """Whether all of that is host memory of ours."""
         for base, size in self.host_memory.items():
             if base <= address and address + size_bytes <= base + size:
                 return True

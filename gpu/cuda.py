@@ -25,7 +25,7 @@ from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
-from attrs import define, frozen
+from attrs import frozen
 
 from kvstate.device import (
     Completion,
@@ -38,7 +38,7 @@ from kvstate.device import (
     Stream,
     UnmapRun,
 )
-from kvstate.errors import ConfigError, DeviceError, DeviceFault, DeviceFull
+from kvstate.errors import ConfigError, DeviceError, DeviceFault, DeviceFull, StreamCaptured
 from kvstate.gpu.books import Books, Undo
 from kvstate.gpu.checks import Checker, CudaCheck
 from kvstate.gpu.driver import Driver
@@ -46,6 +46,7 @@ from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
 from kvstate.gpu.stopper import Stopper
 from kvstate.gpu.streams import checked
+from kvstate.gpu.traffic import Traffic
 from kvstate.handles import Handle
 from kvstate.spec.facts import Ledger
 from kvstate.values import number, whole
@@ -55,14 +56,11 @@ log = logging.getLogger("kvstate")
 _NAP_S = 20e-6
 """Between two looks at what is waited for."""
 _NO_MEMORY = "CUDA_ERROR_OUT_OF_MEMORY"
+_IN_CAPTURE = "CUDA_ERROR_CAPTURED_EVENT"
 _HUNG_S = 0.3
 """How long to wait at the most once a copy was told never to end."""
 NON_BLOCKING = 1
 NO_TIMING = 2
-BATCH_FROM = 8
-"""From this many runs on, a copy is one batched call, if they are small."""
-BATCH_BYTES = 256 << 10
-"""What a copy takes longer for than its own call does: from here on, calls hide behind copies."""
 SPINS = ((0.3, 200_000), (0.15, 4_000_000))
 """Unless streams are eager, how likely work is delayed, and by how many cycles at most: often
 by up to 0.1 ms, now and then by up to 2 ms, which Python does not outrun."""
@@ -79,25 +77,14 @@ class CudaStream(Handle):
 class CudaEvent(Handle):
     """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
 
-    __slots__ = ("device", "handle")
+    __slots__ = ("device", "handle", "stream")
 
-    def __init__(self, device: CudaDevice, handle: Any) -> None:
-        self.device, self.handle = device, handle
+    def __init__(self, device: CudaDevice, handle: Any, stream: int) -> None:
+        self.device, self.handle, self.stream = device, handle, stream
 
     def __del__(self) -> None:
         # May run on any thread: it only puts the handle back, and calls no driver.
         self.device.idle_events.append(self.handle)
-
-
-@define
-class Pending:
-    """A copy whose end was not reported."""
-
-    token: int
-    done: CudaEvent | None = None
-    ok: bool = False
-    over: bool = False
-    """It has ended, whatever its event says."""
 
 
 class CudaDevice(Books):
@@ -133,17 +120,19 @@ class CudaDevice(Books):
         self._regions: list[tuple[int, int]] = []
         """(first address, bytes) of each reservation of the driver's."""
         self._made = 0
-        self._copy_streams = {direction: self._new_stream() for direction in Direction}
         self._own = self._new_stream()
-        self._pending: dict[int, Pending] = {}
-        self._issued = 0
-        self._busy = False
+        self._gates: dict[int, CudaEvent] = {}
+        """Streams that only wait for events of other libraries, and the last point of each."""
+        self.busy: set[int] = set()
+        """Streams on which something may have been issued since they were last waited for."""
+        self._capturing: list[int] = []
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
         self.limit_s = limit_s
         self.pinned = Pinned(driver, self)
         self.stopper = Stopper(driver)
         self.kernels = Kernels(driver)
+        self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
         self.checker = Checker(self)
         self.closed = False
 
@@ -279,7 +268,7 @@ class CudaDevice(Books):
         """Unmap each run with one call. Notes a fault if the device was not quiet."""
         self._enter("unmap")
         places = self.check_unmap(runs)
-        if self._busy:
+        if self.busy:
             self.faults.append(
                 f"{len(places)} frames are unmapped with work issued since the quiesce"
             )
@@ -319,121 +308,73 @@ class CudaDevice(Books):
         after: Sequence[Event] = (),
         before: Sequence[Stream] = (),
     ) -> int:
-        """Issue a copy on the stream of its direction; events order it with the caller's."""
-        waits = [self._event_handle(event) for event in after]
-        followers = [self.handle_of(stream) for stream in before]
+        """Issue a copy on the stream of its direction, once its events have passed. One that
+        streams are to wait for must be there when this returns: its events are waited for on its
+        stream."""
+        followers = [self._live("copy", stream) for stream in before]
+        for event in after:
+            self.check_event(event)
         self._enter("copy")
-        stream = self._copy_streams[direction]
-        self._busy = True
-        for event in waits:
-            self._do("wait", self.api.cuStreamWaitEvent, stream, event, 0)
-        self.delay(stream)
-        self._issued += 1
-        if self.hangs():
-            self.hung.add(self._issued)
-            self.stopper.stop(stream)
-        one = self._pending[self._issued] = Pending(self._issued)
-        self.copies.add(self._issued)
-        try:
-            one.ok = self._issue(stream, direction, runs)
-            one.done = self._mark(stream)
-            for follower in followers:
-                self._do("wait", self.api.cuStreamWaitEvent, follower, one.done.handle, 0)
-        except DeviceError as error:
-            self._issued_in_part(one, stream, error)
-        return one.token
+        waits = [point for event in after if (point := self._point(event)) is not None]
+        return self.traffic.issue(direction, tuple(runs), waits, followers)
 
-    def _issued_in_part(self, one: Pending, stream: int, error: DeviceError) -> None:
-        """What has begun cannot be taken back, and nothing else would wait for it: wait here, and
-        let it end as failed."""
-        log.warning("copy %d was issued in part and fails: %s", one.token, error)
-        one.ok = False
-        self._wait(partial(self.driver.idle, stream))
-        one.over = True
+    def _point(self, event: Event) -> CudaEvent | None:
+        """What has passed once an event of somebody has, as it is recorded now; None if that is so
+        already."""
+        self.step("wait")
+        if isinstance(event, CudaEvent):
+            return event
+        handle = self._event_handle(event)
+        if self.driver.ready(handle):
+            return None
+        idle = (gate for gate, last in self._gates.items() if self.driver.ready(last.handle))
+        gate = next(idle, None) or self._new_stream()
+        self.driver.call(self.api.cuStreamWaitEvent, gate, handle, 0)
+        self._gates[gate] = self.passing(gate)
+        return self._gates[gate]
 
-    def _issue(self, stream: int, direction: Direction, runs: Sequence[CopyRun]) -> bool:
-        """Put the copies on the stream; false if they cannot or shall not succeed."""
-        for target, source, size in runs:
-            reason = self.missing(target, size, write=True) or self.missing(
-                source, size, write=False
-            )
-            if reason is not None:
-                self.faults.append(f"{size} bytes from {source:#x} to {target:#x}: {reason}")
-                return False
-        self._copy_pieces(stream, direction, list(self.pinned.pieces(list(runs))))
-        if self.fails("complete"):
-            self._spoil(stream, runs)
-            return False
-        return True
-
-    def _copy_pieces(self, stream: int, direction: Direction, runs: list[CopyRun]) -> None:
-        """The first of large copies shall run while the others are issued; small ones go
-        together."""
-        api, call = self.api, partial(self._do, "issue")
-        small = sum(run.size_bytes for run in runs) < BATCH_BYTES * len(runs)
-        if len(runs) < BATCH_FROM or not small or not hasattr(api, "cuMemcpyBatchAsync"):
-            for target, source, size in runs:
-                function = api.cuMemcpyDtoHAsync
-                if direction is Direction.IN:
-                    here = self._in_host(source, size)
-                    function = api.cuMemcpyHtoDAsync if here else api.cuMemcpyDtoDAsync
-                call(function, target, source, size, stream)
-            return
-        attributes = api.CUmemcpyAttributes()
-        attributes.srcAccessOrder = api.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-        call(
-            api.cuMemcpyBatchAsync,
-            [api.CUdeviceptr(run.target) for run in runs],
-            [api.CUdeviceptr(run.source) for run in runs],
-            [run.size_bytes for run in runs],
-            len(runs), [attributes], [0], 1, stream,
-        )  # fmt: skip
-
-    def _spoil(self, stream: int, runs: Sequence[CopyRun]) -> None:
-        """What a failed copy leaves on the device: anything at all."""
-        for target, _, size in runs:
-            if not self._in_host(target, size):
-                self.driver.call(self.api.cuMemsetD8Async, target, 0xBD, size, stream)
+    def pace(self, size_bytes: int | None) -> None:
+        """See `kvstate.device.Device.pace`."""
+        self.traffic.pace_bytes = size_bytes
 
     def poll(self) -> list[Completion]:
-        """Copies that have ended, the oldest of each stream first; or those that the script
-        names."""
+        """Copies that have ended, the oldest first; or those that the script names. Asks for the
+        oldest of each stream."""
         self._select("poll")
         if self._script is not None:
             script, self._script = self._script, []
-            return [self._scripted(one) for one in script if one.token in self._pending]
-        return [self._end(one, one.ok) for one in self._over()]
+            known = [one for one in script if one.token in self.traffic.pending]
+            self.wait(partial(self.traffic.are_over, [one.token for one in known]))
+            return [self.traffic.report(*one) for one in known]
+        return [self.traffic.report(token) for token in self.traffic.look()]
 
-    def _over(self) -> list[Pending]:
-        """The copies that have ended."""
-        return [one for one in self._pending.values() if self._is_over(one)]
+    def ended(self) -> list[int]:
+        """The copies that have ended and were not reported."""
+        self._select("ended")
+        return self.traffic.look()
 
-    def _is_over(self, one: Pending) -> bool:
-        return one.over or (one.done is not None and self.driver.ready(one.done.handle))
+    def finish(self, tokens: Sequence[int]) -> list[Completion]:
+        """Wait for these copies alone."""
+        self._enter("finish")
+        self.wait(partial(self.traffic.are_over, tokens))
+        return [self._last_end(token) for token in tokens]
 
-    def quiesce(self) -> list[Completion]:
-        """Wait for the whole context; completions in issue order."""
+    def quiesce(self, streams: Sequence[Stream] = ()) -> list[Completion]:
+        """Wait for all copies, and for what is on these streams; completions in issue order."""
+        handles = [self._live("quiesce", stream) for stream in streams]
         self._enter("quiesce")
-        self._wait_for_all()
-        self._busy = False
-        failed, self._failed = self._failed, frozenset()
-        pending = list(self._pending.values())
-        return [self._end(one, one.ok and one.token not in failed) for one in pending]
+        self._wait_for_all(handles)
+        self.busy.difference_update(handles, self.traffic.streams.values())
+        return [self._last_end(token) for token in list(self.traffic.pending)]
+
+    def _last_end(self, token: int) -> Completion:
+        """How a copy has ended that is waited for, or failed if a replay says so."""
+        return self.traffic.report(token, False if token in self._failed else None)
 
     def script(self, ended: Sequence[tuple[int, bool]] | None, failed: Sequence[int] = ()) -> None:
         """Make the next poll deliver exactly these ends, and those after it none, until None."""
         self._script = None if ended is None else [Completion(*one) for one in ended]
         self._failed = frozenset(failed)
-
-    def _scripted(self, one: Completion) -> Completion:
-        pending = self._pending[one.token]
-        self._wait(partial(self._is_over, pending))
-        return self._end(pending, one.ok)
-
-    def _end(self, pending: Pending, ok: bool) -> Completion:
-        del self._pending[pending.token]
-        self.copies.discard(pending.token)
-        return Completion(pending.token, ok)
 
     # Streams and events.
 
@@ -444,21 +385,44 @@ class CudaDevice(Books):
 
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
-        self._select("synchronize")
-        self._wait(partial(self.driver.idle, self.handle_of(stream)))
+        handle = self._live("synchronize", stream)
+        self.wait(partial(self.driver.idle, handle))
+        self.busy.discard(handle)
 
     def wake(self) -> None:
         """Let copies that were told never to end, end after all."""
         self.stopper.go()
         self.hung.clear()
 
-    def _wait_for_all(self) -> None:
-        """Wait for the whole context, streams of others included. Raises DeviceFault."""
-        event = self._event()
-        self.driver.call(self.api.cuCtxRecordEvent, self.driver.context, event.handle)
-        self._wait(partial(self.driver.ready, event.handle))
+    def capture(self, streams: Sequence[Stream]) -> None:
+        """See `ByteDevice`. A capture that something has broken is a fault."""
+        self._select("capture")
+        call, handles = self.driver.call, [self.handle_of(stream) for stream in streams]
+        for handle in [one for one in self._capturing if one not in handles]:
+            self._capturing.remove(handle)
+            try:
+                call(self.api.cuGraphDestroy, call(self.api.cuStreamEndCapture, handle))
+            except DeviceError as error:
+                self.faults.append(f"the capture of stream {handle:#x} was broken: {error}")
+        for handle in [one for one in handles if one not in self._capturing]:
+            mode = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_GLOBAL
+            call(self.api.cuStreamBeginCapture, handle, mode)
+            self._capturing.append(handle)
 
-    def _wait(self, ready: Callable[[], bool]) -> None:
+    def _wait_for_all(self, handles: Sequence[int]) -> None:
+        """Wait for all copies, and for what is on these streams now. Raises DeviceFault."""
+        marks = [self.passing(handle) for handle in handles]
+
+        def rests() -> bool:
+            if not self.traffic.are_over(self.traffic.pending):
+                return False
+            while marks and self.driver.ready(marks[-1].handle):
+                marks.pop()
+            return not marks
+
+        self.wait(rests)
+
+    def wait(self, ready: Callable[[], bool]) -> None:
         """Wait, but not for ever: what never ends is a fault, and not a call that never returns."""
         limit_s = min(self.limit_s, _HUNG_S) if self.hung else self.limit_s
         deadline = monotonic() + limit_s
@@ -468,29 +432,44 @@ class CudaDevice(Books):
             sleep(_NAP_S)
 
     def _stuck(self, limit_s: float) -> str:
-        over = {one.token for one in self._over()}
-        names = ", ".join(str(token) for token in self._pending if token not in over)
+        names = ", ".join(map(str, self.traffic.late()))
         what = f"copies {names}" if names else "kernels"
         return f"{what} have not ended after {limit_s:g} s, and something waits for them"
 
     def check_stream(self, stream: Stream) -> None:
-        """Raises DeviceError if it is none, or of another device of ours."""
-        self.handle_of(stream)
+        """Raises DeviceError if it is none, or of another device, and StreamCaptured."""
+        self._live("stream", stream)
+
+    def _live(self, call: str, stream: Stream) -> int:
+        """The handle of a stream that is not being captured."""
+        self._select(call)
+        handle = self.handle_of(stream)
+        if self.driver.capturing(handle):
+            raise StreamCaptured(call, f"stream {handle:#x}")
+        return handle
 
     def check_event(self, event: Event) -> None:
-        """Raises DeviceError if it is none, or of another device of ours."""
-        self._event_handle(event)
+        """Raises DeviceError if it is none, or of another device, and StreamCaptured."""
+        self._select("event")
+        handle = self._event_handle(event)
+        if not isinstance(event, CudaEvent):
+            try:
+                self.driver.ready(handle)
+            except DeviceError as error:
+                if _IN_CAPTURE in error.detail:
+                    raise StreamCaptured("event", "what it was recorded in") from error
+                raise DeviceError("event", f"it cannot be asked for: {error.detail}") from error
 
     def record(self, stream: Stream) -> CudaEvent:
         """The point behind everything that was launched on the stream so far."""
-        handle = self.handle_of(stream)
+        handle = self._live("record", stream)
         self._enter("record")
-        self._busy = True
+        self.busy.add(handle)
         return self._mark(handle)
 
     def passing(self, stream: int) -> CudaEvent:
         """Record an event from the pool, for a check: not a step that can be told to fail."""
-        event = self._event()
+        event = self._event(stream)
         self.driver.call(self.api.cuEventRecord, event.handle, stream)
         return event
 
@@ -498,13 +477,13 @@ class CudaDevice(Books):
         self.step("event")
         return self.passing(stream)
 
-    def _event(self) -> CudaEvent:
+    def _event(self, stream: int) -> CudaEvent:
         try:
             handle = self.idle_events.popleft()
         except IndexError:
             self._events.append(self.driver.call(self.api.cuEventCreate, NO_TIMING))
             handle = self._events[-1]
-        return CudaEvent(self, handle)
+        return CudaEvent(self, handle, stream)
 
     def handle_of(self, stream: Stream) -> int:
         """The driver's handle of a stream: ours, a number, or another library's object."""
@@ -547,11 +526,11 @@ class CudaDevice(Books):
         with self.final():
             for run in runs[1:]:
                 self._fill_run(run, value)
-            self._wait(partial(self.driver.idle, self._own))
+            self.wait(partial(self.driver.idle, self._own))
 
     def _fill_run(self, run: FillRun, value: int) -> None:
         self.step("filling")
-        if self._in_host(*run):
+        if self.in_host(*run):
             ctypes.memset(run.address, value, run.size_bytes)
         elif run.size_bytes:
             call = self.driver.call
@@ -561,7 +540,7 @@ class CudaDevice(Books):
         """Read memory at once."""
         self.present("peek")
         self.check_access("peek", address, size_bytes, write=False)
-        if self._in_host(address, size_bytes):
+        if self.in_host(address, size_bytes):
             return ctypes.string_at(address, size_bytes)
         buffer = np.empty(size_bytes, np.uint8)
         self.driver.select()
@@ -585,7 +564,7 @@ class CudaDevice(Books):
         """
         self.present("poke")
         self.check_access("poke", address, len(data), write=True)
-        if self._in_host(address, len(data)):
+        if self.in_host(address, len(data)):
             ctypes.memmove(address, data, len(data))
             return
         self.driver.select()
@@ -641,9 +620,9 @@ class CudaDevice(Books):
             self.random.seed(seed)
 
     def _launching(self, call: str, stream: Stream) -> None:
-        self._select(call)
-        self._busy = True
-        self.delay(self.handle_of(stream))
+        handle = self._live(call, stream)
+        self.busy.add(handle)
+        self.delay(handle)
 
     # The end.
 
@@ -657,25 +636,26 @@ class CudaDevice(Books):
         """The device's own books. What runs when is not known here."""
         return self.books(())
 
-    def close(self) -> None:
+    def close(self, streams: Sequence[Stream] = ()) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give
         back; if something never ends, nothing is given back, since it may still be read."""
-        if self.closed or self.forked or not self._rests():
+        if self.closed or self.forked or not self._rests(streams):
             return
         try:
             self._give_back()
         except (DeviceError, DeviceFault) as error:
             warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
         self.driver.release()
-        self._pending.clear()
+        self.traffic.forget()
         self.forget()
 
-    def _rests(self) -> bool:
+    def _rests(self, streams: Sequence[Stream]) -> bool:
         """Wait for the last time; whether that could be done, or must be tried again."""
         self.kept = False
         try:
-            self.driver.select()
-            self._wait_for_all()
+            own = [stream for stream in self._streams if stream not in self._gates]
+            handles = [self._live("close", stream) for stream in (*streams, *own)]
+            self._wait_for_all(handles)
         except DeviceError as error:
             self.kept, why = True, str(error)
         except DeviceFault as fault:

@@ -74,6 +74,17 @@ class Driver:
         """Whether everything launched on a stream has run."""
         return self._over(self.api.cuStreamQuery, stream)
 
+    def capturing(self, stream: Any) -> bool:
+        """Whether a stream is being captured into a graph, or may not be used while another is."""
+        if self.lost is not None:
+            raise DeviceFault(self.lost)
+        error, status = self.api.cuStreamIsCapturing(stream)
+        if error == self.api.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
+            return True
+        if error:
+            self._raise("cuStreamIsCapturing", error)
+        return bool(status != self.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
+
     def _over(self, query: Callable[..., Any], what: Any) -> bool:
         if self.lost is not None:
             raise DeviceFault(self.lost)

@@ -195,7 +195,7 @@ class HostDevice(SimulatedDevice):
         self._regions[address].close()
         del self._regions[address], self.host_memory[address]
 
-    def close(self) -> None:
+    def close(self, streams: Sequence[Stream] = ()) -> None:
         """Unmap and close everything; nothing, while a copy that never ends may read it."""
         if self.closed or self.forked or not self.rests():
             return
@@ -291,13 +291,14 @@ class HostDevice(SimulatedDevice):
     ) -> None:
         """Launch the update of the device's table."""
         self.present("publish")
+        owned = self._live("publish", stream)
         entries = {r: (b, n) for r, b, n in zip(rows, bases, lengths, strict=True)}
         self._published |= entries
         at = self._idle_buffer()
         self._staging[at] = 0, entries
         self._stage("fill", at)
         number = self.streams.launch(
-            self._own(stream), "publish", lambda: self._table.update(self._staging[at][1])
+            owned, "publish", lambda: self._table.update(self._staging[at][1])
         )
         self._staging[at] = number, entries
 
@@ -319,7 +320,7 @@ class HostDevice(SimulatedDevice):
         self.present("write")
         segments = segments.copy()
         self.streams.launch(
-            self._own(stream), "write", lambda: self._write_rows(segments),
+            self._live("write", stream), "write", lambda: self._write_rows(segments),
             writes=self._extents(segments),
         )  # fmt: skip
 
@@ -328,11 +329,12 @@ class HostDevice(SimulatedDevice):
     ) -> HostCheck:
         """Launch the comparison of token rows."""
         self.present("verify")
+        owned = self._live("verify", stream)
         check, segments = HostCheck(), segments.copy()
         total = int(segments["count"].sum()) * self._row_bytes
         stride = 1 if most_bytes is None else max(1, -(-total // max(1, most_bytes)))
         self.streams.launch(
-            self._own(stream), "verify", lambda: self._verify_rows(segments, check, stride),
+            owned, "verify", lambda: self._verify_rows(segments, check, stride),
             reads=self._extents(segments),
         )  # fmt: skip
         return check

@@ -130,19 +130,19 @@ class NullDevice(SimulatedDevice):
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch a piece of work that writes nothing."""
         self.present("write")
-        self.streams.launch(self._own(stream), "write", _nothing)
+        self.streams.launch(self._live("write", stream), "write", _nothing)
 
     def publish(
         self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
     ) -> None:
         """Launch a piece of work that publishes nothing."""
         self.present("publish")
-        self.streams.launch(self._own(stream), "publish", _nothing)
+        self.streams.launch(self._live("publish", stream), "publish", _nothing)
 
     def verify(self, stream: Stream, segments: Segments, most_bytes: int | None = None) -> NoCheck:
         """Launch a piece of work that compares nothing."""
         self.present("verify")
-        self.streams.launch(self._own(stream), "verify", _nothing)
+        self.streams.launch(self._live("verify", stream), "verify", _nothing)
         return NoCheck()
 
     def move(self, runs: Sequence[CopyRun]) -> bool:
@@ -152,7 +152,7 @@ class NullDevice(SimulatedDevice):
     def spoil(self, runs: Sequence[CopyRun]) -> None:
         """No bytes to spoil."""
 
-    def close(self) -> None:
+    def close(self, streams: Sequence[Stream] = ()) -> None:
         """Forget everything; nothing, while a copy has been told never to end."""
         if not self.forked and self.rests():
             self.forget()

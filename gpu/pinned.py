@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -94,29 +94,30 @@ class Pinned:
         self.books.step("unregister")
         self.driver.call(self.driver.api.cuMemHostUnregister, first)
 
-    def pieces(self, runs: list[CopyRun]) -> Iterator[CopyRun]:
+    def pieces(self, runs: Sequence[CopyRun], most_bytes: int | None = None) -> Iterator[CopyRun]:
         """The runs of a copy, cut where host memory passes into another unit, or they are long.
 
         A copy begins when its call returns, and a call takes longer the more frames it is over.
         """
+        most = min(MOST_BYTES, max(most_bytes or MOST_BYTES, 1))
         for run in runs:
-            cut = self._cut(run)
+            cut = self._cut(run, most)
             while cut:
                 yield CopyRun(run.target, run.source, cut)
                 run = CopyRun(run.target + cut, run.source + cut, run.size_bytes - cut)
-                cut = self._cut(run)
+                cut = self._cut(run, most)
             if run.size_bytes:
                 yield run
 
-    def _cut(self, run: CopyRun) -> int:
+    def _cut(self, run: CopyRun, most: int) -> int:
         """Bytes up to where the run must be cut; 0 if nowhere."""
         for base, units in self.units.items():
             end = units[-1] + self.unit_bytes if units else base
             for side in (run.target, run.source):
                 left = self.unit_bytes - (side - base) % self.unit_bytes
                 if base <= side < end and left < run.size_bytes:
-                    return min(left, MOST_BYTES)
-        return MOST_BYTES if run.size_bytes > MOST_BYTES else 0
+                    return min(left, most)
+        return most if run.size_bytes > most else 0
 
     def _touch(self, address: int, size_bytes: int) -> None:
         """Make the system back every page, from several threads (the call runs without the

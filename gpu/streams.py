@@ -51,6 +51,9 @@ class SimulatedStream(Handle):
     last: int = 0
     """The number of the work launched last."""
 
+    def __str__(self) -> str:
+        return f"{self.name} stream {self.number}"
+
 
 @define(eq=False)
 class SimulatedEvent(Handle):

@@ -195,8 +195,10 @@ class Actor:
 
     def _copy_in(self, plan: Plan, acts: list[Act], undo: Undo) -> None:
         before = (plan.stream,) if "stream" in acts[0][0].before else ()
-        runs = [CopyRun(gpu, host, size) for gpu, host, size in self._pieces(plan)]
-        plan.token = self.device.copy(Direction.IN, runs, before=before)
+        runs = [CopyRun(gpu, source, size) for gpu, source, size in self._pieces(plan)]
+        loads = any(self.host.owns(run.source) for run in runs)
+        direction = Direction.IN if loads else Direction.WITHIN
+        plan.token = self.device.copy(direction, runs, before=before)
 
     def _pieces(self, plan: Plan) -> Iterator[tuple[int, int, int]]:
         """(GPU address, host address, bytes) for each run of host slots, up to the plan's size."""

@@ -241,8 +241,10 @@ class Admission(Stepping):
         One that begins (again) gets the longest prefix of its prompt that somebody has: it then has
         `matched_tokens` tokens, which need not be computed. Whole frames of it that are on the GPU
         are mapped, free of charge; the rest is copied. A copy is issued, not waited for: later work
-        of `stream` waits for it on the device. Raises OutOfFrames, from the gate too (see
-        `admits`), and DeviceError if the stream is of another device. If the copy fails, the
+        of `stream` waits for it on the device. Only its own copy to the host is waited for, if that
+        has not ended. Raises OutOfFrames, from the gate too (see
+        `admits`), DeviceError if the stream is of another device, and StreamCaptured if it is being
+        captured. If the copy fails, the
         sequence is SUSPENDED again, or DROPPED if it was a prefix, and steps issued meanwhile mean
         nothing.
         """
@@ -257,15 +259,17 @@ class Admission(Stepping):
         mapped, the rest is copied on the device.
 
         It is ACTIVE, and each goes its own way from there. `stream` as in `resume`; whatever wrote
-        the tokens must be done. Raises OutOfFrames or OutOfRows with nothing changed. If the copy
-        fails later, the new one is DROPPED.
+        the tokens must be done, but for a copy to the GPU, which is waited for. Raises OutOfFrames
+        or OutOfRows with nothing changed. If the copy fails later, the new one is DROPPED.
         """
         self._enter(parent)
         tokens = self._longest(max_tokens, parent.max_tokens)
         self.device.check_stream(stream)
-        self._legal(_FORK, parent)
+        self._legal_once_arrived(_FORK, parent)
         least = max(1, parent.length_tokens)
         self._check_length(parent, "fork", least, tokens, self.config.max_tokens)
+        self.flight.arrive(parent)
+        self._legal(_FORK, parent)
         child = self._admit(
             parent.known_ids, tokens, parent.identity, parent.extras, commit=parent.commits
         )
@@ -281,8 +285,8 @@ class Admission(Stepping):
 
     def _begin(self, seq: Sequence, stream: Stream, parent: Sequence | None) -> None:
         self.device.check_stream(stream)
-        if seq.writing:
-            self.flight.quiesce()
+        if seq.writing and seq.transfer is not None:
+            self.flight.finish([seq.transfer.token])
         start = self._attempt(_RESUME, seq, self._plan_begin, stream, parent)
         plan, range_ = start.plan, start.range
         fresh = not seq.slots
@@ -381,7 +385,7 @@ class Admission(Stepping):
         plan.size_bytes = tokens * self.geometry.row_bytes
         if not seq.slots:
             plan.pieces = self._hit_pieces(range_, match, copied)
-            plan.size_bytes = sum(size for _, at, size in plan.pieces if self._in_host(at))
+            plan.size_bytes = sum(size for _, at, size in plan.pieces if self.host.owns(at))
         blocks, full = self.geometry.blocks(tokens), len(nodes)
         opened = self.geometry.blocks(min(seq.max_tokens, self.geometry.tokens(frames)))
         operands |= self._growth(plan, seq, range_, frames, blocks) | runs.hosted(seq, opened)
@@ -511,7 +515,3 @@ class Admission(Stepping):
             return source.base + node.ordinal * size
         assert node.slot is not None
         return self.host.address + node.slot * size
-
-    def _in_host(self, address: int) -> bool:
-        end = self.host.address + self.host.capacity * self.host.block_bytes
-        return self.host.address <= address < end

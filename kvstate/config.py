@@ -130,9 +130,18 @@ class GpuTier:
 @frozen
 class HostTier:
     """Host memory: for suspended sequences, and for what others may want later. Raises
-    ConfigError."""
+    ConfigError.
+
+    With `pace_bytes`, at most that many bytes of copies to the host are in flight at a time, the
+    oldest first; the next begin when a `poll`, or another call that asks about copies, finds that
+    some have ended. An engine's own copies to the host wait behind those in flight, and mapping
+    memory takes longer meanwhile (docs/gpu.md).
+    """
 
     size_bytes: int = field(converter=_int, validator=_BYTES)
+    pace_bytes: int | None = field(
+        default=None, converter=to_optional(_int), validator=optional(_BYTES)
+    )
 
 
 def _as_tuple(layers: Iterable[LayerSpec]) -> tuple[LayerSpec, ...]:

@@ -16,13 +16,14 @@ from typing import Any, Final, TypeVar
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range, margin_for, missing
 from kvstate.config import Config, Geometry
-from kvstate.device import Device, Event
+from kvstate.device import Device, Event, Stream
 from kvstate.errors import (
     ArgumentError,
     CapacityError,
     DeviceError,
     HostExhausted,
     OutOfFrames,
+    StreamCaptured,
 )
 from kvstate.flight import Flight
 from kvstate.index import Index
@@ -86,6 +87,8 @@ class Core:
         if geometry.host_slots:
             size_bytes = geometry.host_slots * geometry.block_bytes
             self.host.address = self.device.host_reserve(size_bytes)
+        if self.config.host is not None and self.config.host.pace_bytes is not None:
+            self.device.pace(self.config.host.pace_bytes)
         return base
 
     def _enter(
@@ -97,16 +100,42 @@ class Core:
             raise foreign(subject, kind)
         self.flight.call += 1
 
-    def _check_event(self, after: Event) -> None:
-        """Refuse what is no event of the device before anything else, whether it is used or
-        not."""
+    def _check_leaves(self, seq: Sequence, after: Event) -> None:
+        """Refuse to let a sequence leave its memory if `after` is no event of the device, whether
+        it is used or not; or, without one, if its stream is being captured."""
         if after is not None:
             self.device.check_event(after)
+        elif seq.range is not None:
+            self._check_captured(seq.stream)
+
+    def streams_in_use(self) -> list[Stream]:
+        """See `Flight.streams`."""
+        return self.flight.streams()
+
+    def check_ends(self) -> None:
+        """Raises StreamCaptured if work of a sequence may be on a stream that is being captured:
+        its end cannot be waited for."""
+        for stream in self.streams_in_use():
+            self._check_captured(stream)
+
+    def _check_captured(self, stream: Stream) -> None:
+        """Raises StreamCaptured. A stream that is none any more runs nothing, and is let pass."""
+        try:
+            self.device.check_stream(stream)
+        except StreamCaptured:
+            raise
+        except DeviceError as error:
+            log.warning("a stream cannot be used any more: %s", error)
 
     def _legal(self, event: ObjectEvent, subject: Any) -> None:
         """Refuse an illegal event before anything is looked up, waited for or reclaimed."""
         if event.decide(subject) is None:
             raise illegal_object(event, subject)
+
+    def _legal_once_arrived(self, event: ObjectEvent, seq: Sequence) -> None:
+        """The same for an event that waits for the sequence's copy to the GPU."""
+        if event.decide(seq.arrived) is None:
+            raise illegal_object(event, seq)
 
     def _attempt(self, event: ObjectEvent, seq: Sequence, build: Callable[..., T], *args: Any) -> T:
         """Build a plan for an event that is legal. If something is short, find it, build again.

@@ -2,7 +2,15 @@
 
 The manager decides, a device does. Every call either does all of it or raises `DeviceError` and
 has done nothing; whatever is neither raises `DeviceFault`. Nothing here tells the manager how fast
-anything was: completions come only out of `poll` and `quiesce`.
+anything was: completions come only out of `poll`, `finish` and `quiesce`.
+
+A copy waits for its own events and for nothing else: not for another copy's event, nor for copies
+that go another way. Those to the host may be held back, so that no more than some bytes of them are
+in flight at a time (`pace`); each call here that asks about copies lets the next of them begin.
+
+A stream that is being captured into a graph runs nothing: whatever would be launched there becomes
+part of the graph, and an event there never passes. So a call that would launch on it, or wait for
+it, raises StreamCaptured and has done nothing.
 
 A device belongs to one manager, one thread and one process. In the child of a fork it refuses all
 calls with IllegalTransition, and its memory is not there.
@@ -31,7 +39,9 @@ class Direction(Enum):
     OUT = "out"
     """GPU to host."""
     IN = "in"
-    """Host to GPU."""
+    """Host to GPU, or from both."""
+    WITHIN = "within"
+    """GPU to GPU."""
 
 
 class CopyRun(NamedTuple):
@@ -73,7 +83,7 @@ class Completion(NamedTuple):
 
 CALLS: Final = (
     "reserve", "unreserve", "create", "release", "map", "unmap", "host_reserve", "host_unreserve",
-    "copy", "fill", "record", "quiesce",
+    "copy", "fill", "record", "finish", "quiesce",
 )  # fmt: skip
 """The kinds of device calls that can fail and are counted."""
 MAPPING_CALLS: Final = ("create", "release", "map", "unmap")
@@ -132,7 +142,8 @@ class Device(Protocol):
         """Map every run, or none. A frame may be mapped at more than one address."""
 
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
-        """Unmap every run, or none. Only with nothing issued since a quiesce.
+        """Unmap every run, or none. Only with nothing issued since a quiesce, on any stream that
+        may touch memory of this device.
 
         A driver unmaps under a running kernel, and a kernel may fault on nearby addresses (S03).
         """
@@ -152,43 +163,58 @@ class Device(Protocol):
     ) -> int:
         """Issue one copy of any number of runs, without waiting; its token.
 
-        It starts when every event of `after` has passed; later work of the streams in `before`
-        waits for it, and so does an event that is recorded there later. With no runs it is only
-        that wait. Ends once, through `poll` or `quiesce`; as failed, if it names memory that is
-        not there or may not be written.
+        It starts when every event of `after` has passed, as it was recorded when this is called;
+        later work of the streams in `before` waits for it, and so does an event that is recorded
+        there later. With no runs it is only that wait. Ends once, through `poll`, `finish` or
+        `quiesce`; as failed, if it names memory that is not there or may not be written.
         """
+
+    def pace(self, size_bytes: int | None) -> None:
+        """From now on at most that many bytes of copies to the host are in flight at a time, and
+        one piece of a copy at the least; None: no limit."""
 
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
         """Overwrite GPU or host memory that no issued work names; done when it returns."""
 
     def check_stream(self, stream: Stream) -> None:
-        """Raises DeviceError if it is no stream of this device."""
+        """Raises DeviceError if it is no stream of this device, and StreamCaptured if it is being
+        captured."""
 
     def check_event(self, event: Event) -> None:
-        """Raises DeviceError if it is no event that a copy here can wait for."""
+        """Raises DeviceError if it is no event that a copy here can wait for, and StreamCaptured if
+        it was recorded in a capture."""
 
     def record(self, stream: Stream) -> Event:
         """The point behind everything that was launched on the stream so far."""
 
     def poll(self) -> list[Completion]:
-        """The copies that have ended since the last time; does not wait."""
+        """The copies that have ended since the last time, the oldest first; does not wait."""
 
-    def quiesce(self) -> list[Completion]:
-        """Wait for all work issued to the device, on any stream; completions in issue order.
+    def ended(self) -> list[int]:
+        """The copies that `poll` would deliver, in its order; delivers none and does not wait."""
+
+    def finish(self, tokens: Sequence[int]) -> list[Completion]:
+        """Wait for these copies, none of which was delivered, and for nothing else; deliver them
+        in that order. Raises DeviceFault as `quiesce` does."""
+
+    def quiesce(self, streams: Sequence[Stream] = ()) -> list[Completion]:
+        """Wait for all copies and for everything launched so far on these streams; completions in
+        issue order.
 
         Raises DeviceFault, naming the copies, if something has not ended when the device's own
-        limit of time is over; then nothing is delivered. `poll` has no such limit: what never ends
-        is never delivered by it.
+        limit of time is over, and StreamCaptured; then nothing is delivered. `poll` has no such
+        limit: what never ends is never delivered by it.
         """
 
     def ledger(self) -> Ledger:
         """What is reserved, created, mapped and pending, from the device's own books."""
 
-    def close(self) -> None:
-        """Give everything back that is still held. May be called twice.
+    def close(self, streams: Sequence[Stream] = ()) -> None:
+        """Wait as `quiesce` does, for what this device launched too, and give everything back that
+        is still held. May be called twice.
 
-        While something has not ended it gives nothing back, since that may still be read; called
-        again later, it gives back what it kept.
+        While something has not ended, or a stream is being captured, it gives nothing back, since
+        that may still be read; called again later, it gives back what it kept.
         """
 
 
@@ -253,6 +279,10 @@ class ByteDevice(Device, Protocol):
         """From now on it has memory for that many frames in all, those that it holds among them;
         None: for as many as there are."""
 
+    def capture(self, streams: Sequence[Stream]) -> None:
+        """From now on these streams, and no others, are being captured into graphs that nobody
+        launches."""
+
     def wake(self) -> None:
         """Let copies that were told never to end, end after all."""
 
@@ -267,7 +297,7 @@ class ByteDevice(Device, Protocol):
         """Make the next poll deliver exactly these ends (number, success), and wait for them.
 
         Polls after it deliver nothing, until None: then they deliver whatever has ended. Copies
-        that `failed` names end as failed in the next quiesce.
+        that `failed` names end as failed when they are finished, or in the next quiesce.
         """
 
     def stream(self) -> Stream:

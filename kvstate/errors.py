@@ -105,6 +105,15 @@ class DeviceError(KvStateError):
         super().__init__(f"device call {call} failed: {detail}")
 
 
+class StreamCaptured(DeviceError):
+    """The call would launch work on a stream that is being captured into a graph, or wait for it:
+    there it would be part of the graph and not run. Nothing has changed; call when the capture has
+    ended."""
+
+    def __init__(self, call: str, what: str) -> None:
+        super().__init__(call, f"{what} is being captured into a graph; end the capture first")
+
+
 class DeviceFull(DeviceError):
     """The device has no memory for the frames that were asked for, only for `had` of them. The
     manager takes that for a lack of frames: no call of its raises this."""

@@ -1,8 +1,8 @@
 """What is in flight: steps and transfers, who holds which freed range, and what their ends bring.
 
-Completions enter here and nowhere else, from a poll or from the one quiesce of a call, in the
-order in which the device gives them. A completion that names no transfer in flight changes
-nothing: it is late, or a duplicate.
+Completions enter here and nowhere else: from a poll, from a wait for copies that a call names, or
+from the one quiesce of a call, in the order in which the device gives them. A completion that names
+no transfer in flight changes nothing: it is late, or a duplicate.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from kvstate import runs
 from kvstate.act import Actor
 from kvstate.arena import Arena, Range
 from kvstate.blocks import Loss
-from kvstate.device import Completion, Device
+from kvstate.device import Completion, Device, Stream
 from kvstate.plan import Coverage, Plan
 from kvstate.sequence import Columns, Sequence, Step, Transfer
 from kvstate.spec.compiled import MACHINES
@@ -69,7 +69,7 @@ class Flight:
         self.polled: deque[Completion] = deque(maxlen=4096)
         """The latest completions that polls delivered. Whoever reads them takes them out."""
         self.quiesced: deque[Completion] = deque(maxlen=4096)
-        """The same for quiesces."""
+        """The same for quiesces, and for waits for single copies."""
         self.memory_frames: int | None = None
         """For how many frames the device had memory when it was last asked, at the most the budget.
         The recorder takes it out."""
@@ -111,11 +111,34 @@ class Flight:
         self.polled.extend(completions)
         return self._deliver(completions)
 
+    def finish(self, tokens: Iterable[int]) -> list[Completion]:
+        """Wait for these copies, deliver their ends in that order, and those of no others."""
+        wanted = list(tokens)
+        if not wanted:
+            return []
+        completions = self.actor.ask(lambda: self.device.finish(wanted))
+        self.quiesced.extend(completions)
+        return self._deliver(completions)
+
+    def arrive(self, *seqs: Sequence) -> None:
+        """Wait until what is on its way to the GPU for these sequences is there, or has failed."""
+        if self.loads:
+            self.finish(sorted(one.transfer.token for one in seqs if one.transfer and one.loading))
+
+    def streams(self) -> list[Stream]:
+        """The streams on which work may be that touches memory of a sequence: theirs, and those
+        that steps in flight were issued for. Each once. O(ranges)."""
+        owners = (range_.owner for range_ in self.arena.ranges.values())
+        found = [owner.stream for owner in owners if owner is not None]
+        for step in self.steps.values():
+            found += step.streams
+        return list({id(stream): stream for stream in found}.values())
+
     def quiesce(self) -> None:
         """Wait for everything issued and deliver it; at most once a call."""
         if self._quiet_in == self.call:
             return
-        completions = self.actor.ask(self.device.quiesce)
+        completions = self.actor.ask(lambda: self.device.quiesce(self.streams()))
         self.quiesced.extend(completions)
         self._quiet_in = self.call
         self.counters["quiesces"] += 1

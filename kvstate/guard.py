@@ -15,13 +15,13 @@ which would let threads take turns within one step of an engine.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import update_wrapper, wraps
 from inspect import Parameter, signature
 from threading import get_ident
 from typing import Any, Final, Protocol, TypeVar
 
-from kvstate.device import Device
+from kvstate.device import Device, Stream
 from kvstate.life import GUARDS, Life
 from kvstate.spec.manager import CALLING, OPEN
 
@@ -88,7 +88,13 @@ class Ending(Protocol):
 
     @property
     def device(self) -> Device:
-        """What is closed in any case."""
+        """What is closed in any case, once it has been begun."""
+
+    def streams_in_use(self) -> Sequence[Stream]:
+        """What the device has to wait for besides its own work."""
+
+    def check_ends(self) -> None:
+        """Raises an error if it cannot end now; nothing has changed then."""
 
 
 E = TypeVar("E", bound=Ending)
@@ -112,11 +118,16 @@ def ending(method: Callable[[E], None]) -> Callable[[E], None]:
         life.look(event, caller)
         if life.state == _OPEN:
             life.begin(event, caller)
+            try:
+                self.check_ends()
+            except BaseException:
+                life.end()
+                raise
             life.change()
         try:
             method(self)
         finally:
-            self.device.close()
+            self.device.close(self.streams_in_use())
             if not life.closed:
                 life.close()
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -25,7 +25,13 @@ from kvstate.blocks import Loss, Node
 from kvstate.config import Config
 from kvstate.core import hand_back
 from kvstate.device import CALLS, Completion, Device, Event, Stream
-from kvstate.errors import DeviceError, DeviceFault, HostExhausted, KvStateError
+from kvstate.errors import (
+    ArgumentError,
+    DeviceError,
+    DeviceFault,
+    HostExhausted,
+    KvStateError,
+)
 from kvstate.events import Format, Hashes
 from kvstate.guard import ending, guarded
 from kvstate.handles import Handle
@@ -43,7 +49,7 @@ from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
-from kvstate.values import able, flag, instance, whole
+from kvstate.values import able, flag, in_order, instance, whole
 
 if TYPE_CHECKING:
     from kvstate.observe import Watch
@@ -55,7 +61,7 @@ _SHRINK: Final = MACHINES.object("sequence.shrink")
 _SUSPEND: Final = MACHINES.object("sequence.suspend")
 _DROP: Final = MACHINES.object("sequence.drop")
 _CLOSE: Final = MACHINES.object("sequence.close")
-_DEVICE: Final = (*CALLS, "check_stream", "poll", "ledger", "close")
+_DEVICE: Final = (*CALLS, "check_stream", "poll", "ended", "pace", "ledger", "close")
 
 
 class Manager(Rewinding, Handle):
@@ -195,13 +201,12 @@ class Manager(Rewinding, Handle):
         """Copy the written tokens to the host and give the GPU memory up, without waiting.
 
         The copy runs after `after`, or else after everything launched on the sequence's stream so
-        far. Raises HostExhausted with the sequence intact. If the copy fails later, the sequence
-        is DROPPED.
+        far. Raises HostExhausted with the sequence intact, and StreamCaptured if that stream is
+        being captured and there is no `after`. If the copy fails later, the sequence is DROPPED.
         """
         self._enter(seq)
-        self._check_event(after)
-        if seq.loading:
-            self.flight.quiesce()
+        self._check_leaves(seq, after)
+        self.flight.arrive(seq)
         plan, passage, slots = self._attempt(_SUSPEND, seq, self._plan_suspend, after)
         if not plan.room:
             self._fence(seq, after)
@@ -268,10 +273,11 @@ class Manager(Rewinding, Handle):
     def drop(self, seq: Sequence, after: Event = None) -> None:
         """Give up the bytes, on the GPU or on the host, and keep the sequence: it can be refilled.
 
-        GPU memory is reused once `after`, steps in flight and copies are done.
+        GPU memory is reused once `after`, steps in flight and copies are done. Raises
+        StreamCaptured as `suspend` does.
         """
         self._enter(seq)
-        self._check_event(after)
+        self._check_leaves(seq, after)
         blocks = self.geometry.blocks(seq.written_tokens)
         self._leave(_DROP, seq, after, runs.freeing(seq, self.geometry, blocks))
         seq.forget_tokens()
@@ -285,7 +291,7 @@ class Manager(Rewinding, Handle):
         be made, and is found by others with the same prefix once it is there.
         """
         self._enter(seq)
-        self._check_event(after)
+        self._check_leaves(seq, after)
         self._close_sequence(seq, after)
 
     def _close_sequence(self, seq: Sequence, after: Event) -> None:
@@ -423,13 +429,47 @@ class Manager(Rewinding, Handle):
     # Time, and the end.
 
     @guarded
-    def poll(self) -> list[Completion]:
-        """Deliver the copies that have ended, without waiting; what was delivered."""
+    def poll(self, deliver: Iterable[int] | None = None) -> list[Completion]:
+        """Deliver the copies that have ended, without waiting; what was delivered.
+
+        When a copy's end is delivered decides what later calls find. Managers that shall act alike,
+        such as those of the ranks of one model, agree on the ends (see `ended`) and name them by
+        their tokens in `deliver`: those are delivered, in that order, and no others. One that has
+        not ended here is waited for. Raises ArgumentError for what is not in flight.
+        """
         self._enter()
+        tokens = None if deliver is None else self._in_flight(deliver)
         if self.mirrors is not None:
             self.mirrors.copy_out()
         self.ladder.regain()
-        return self.flight.poll()
+        return self.flight.poll() if tokens is None else self.flight.finish(tokens)
+
+    def _in_flight(self, deliver: Iterable[int]) -> list[int]:
+        """Tokens of copies whose end was not delivered, each once. Raises ArgumentError."""
+        tokens = [
+            whole(f"deliver[{at}]", token) for at, token in enumerate(in_order("deliver", deliver))
+        ]
+        for at, token in enumerate(tokens):
+            if token not in self.flight.transfers or token in tokens[:at]:
+                known = ", ".join(map(str, self.flight.transfers)) or "none"
+                raise ArgumentError(
+                    f"deliver[{at}] is {token}: a copy in flight, named once, is wanted; in flight "
+                    f"are {known}"
+                )
+        return tokens
+
+    @guarded
+    def ended(self) -> list[int]:
+        """The tokens of the copies that `poll` would deliver now. Delivers none, and waits for
+        none."""
+        return self.actor.ask(self.device.ended)
+
+    @guarded
+    def wait(self, seq: Sequence) -> list[Completion]:
+        """Wait for the copy that moves the sequence's bytes, if one is in flight, and deliver its
+        end alone; what was delivered. If it has failed, `seq.state_name` says what is left."""
+        self._enter(seq)
+        return self.flight.finish([seq.transfer.token] if seq.transfer is not None else [])
 
     @guarded
     def clear_reuse(self) -> None:
@@ -490,9 +530,10 @@ class Manager(Rewinding, Handle):
         """End everything and give all memory back. May be called twice, and again if it was cut
         short.
 
-        Whatever comes of it, the device is closed. A poisoned manager releases nothing itself; its
-        device gives everything back once it is quiet, and keeps it if it does not become so: a copy
-        may still read it. In the child of a fork there is nothing to give back.
+        Raises StreamCaptured with nothing changed while a stream of a sequence is being captured.
+        Whatever else comes of it, the device is closed. A poisoned manager releases nothing itself;
+        its device gives everything back once it is quiet, and keeps it if it does not become so: a
+        copy may still read it. In the child of a fork there is nothing to give back.
         """
         try:
             if self.actor.fault is None:

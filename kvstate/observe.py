@@ -49,8 +49,8 @@ T = TypeVar("T")
 
 PUBLIC: Final = (
     "create", "fork", "dummy", "resume", "resize", "rewind", "step", "settle", "commit",
-    "commit_each", "stop_committing", "suspend", "drop", "close_sequence", "poll", "clear_reuse",
-    "trim",
+    "commit_each", "stop_committing", "suspend", "drop", "close_sequence", "poll", "wait",
+    "clear_reuse", "trim",
 )  # fmt: skip
 """The methods of a manager that change something and that an engine calls."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))

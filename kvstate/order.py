@@ -294,12 +294,11 @@ class Order:
             if op is not None:
                 self.learn(op)
 
-    def quiet(self) -> None:
-        """Everything issued is done."""
-        for agent in (*self.streams, *(op.agent for op in self.copies.values())):
-            agent.done, agent.clock, agent.launched = agent.last, {}, {}
-        self.copies.clear()
-        self.flying.clear()
+    def quiet(self, agents: Iterable[Agent]) -> None:
+        """All copies, and everything issued to these agents, are done."""
+        self.ended(tuple(self.copies))
+        for agent in agents:
+            self.synchronized(agent)
 
     def free(self, names: Names) -> None:
         """Nothing in flight reads this any more; what else it does is not known to be done."""

@@ -177,10 +177,14 @@ class Ordered(Handle):
         """As the device."""
         return self._told(self.device.poll())
 
-    def quiesce(self) -> list[Completion]:
+    def finish(self, tokens: Sequence[int]) -> list[Completion]:
         """As the device."""
-        ended = self._told(self.device.quiesce())
-        self.order.quiet()
+        return self._told(self.device.finish(tokens))
+
+    def quiesce(self, streams: Sequence[Stream] = ()) -> list[Completion]:
+        """As the device."""
+        ended: list[Completion] = self.device.quiesce(streams)
+        self.order.quiet(map(self.agent, streams))
         return ended
 
     def synchronize(self, stream: Stream) -> None:

@@ -16,6 +16,7 @@ import numpy as np
 from attrs import evolve
 
 from kvstate import trace
+from kvstate.device import Completion
 from kvstate.errors import ArgumentError, DeviceError, KvStateError
 from kvstate.keys import Extras
 from kvstate.manager import Manager
@@ -42,7 +43,8 @@ class Recorder:
                 seqs=[seq.uid for seq in args["batch"]],
                 tokens=ids("tokens", args["tokens"]).tolist(),
             ),
-            "poll": lambda args, _: trace.Poll(),
+            "poll": self._poll,
+            "wait": lambda args, _: trace.Wait(seq=args["seq"].uid),
             "clear_reuse": lambda args, _: trace.Clear(),
             "fork": self._fork,
             "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),
@@ -123,6 +125,12 @@ class Recorder:
 
     def _commit(self, args: dict[str, Any], _: object) -> trace.Call:
         return trace.Commit(seq=args["seq"].uid, tokens=ids("tokens", args["tokens"]).tolist())
+
+    def _poll(self, args: dict[str, Any], ended: list[Completion] | None) -> trace.Call:
+        given = args["deliver"]
+        if given is None:
+            return trace.Poll()
+        return trace.Poll(deliver=[one.token for one in ended] if ended else list(given))
 
     def _stream(self, stream: Any) -> int:
         """The number of a stream: 0 is the default one, others count up as they are first seen."""

@@ -47,7 +47,8 @@ class Rewinding(Admission):
 
     @guarded
     def rewind(self, seq: Sequence, length_tokens: int) -> None:
-        """Take tokens back, exactly. No step of the sequence may be in flight.
+        """Take tokens back, exactly. No step of the sequence may be in flight; copies of its
+        memory are waited for.
 
         Committed blocks that the rewind goes into become writable again. Its memory stays, unless
         the rewind goes below `shared_tokens`, into memory that others map too: then the sequence
@@ -57,11 +58,14 @@ class Rewinding(Admission):
         """
         self._enter(seq)
         tokens = whole("length_tokens", length_tokens, 0, self.config.max_tokens)
-        self._legal(_REWIND, seq)
+        self._legal_once_arrived(_REWIND, seq)
         self._check_length(seq, "rewind", 0, tokens, seq.length_tokens)
-        if seq.range is not None and seq.range.holders:
-            self.flight.quiesce()
+        self.flight.arrive(seq)
+        self._legal(_REWIND, seq)
+        if seq.range is not None:
+            self.flight.finish(sorted(token for _, token in seq.range.holders))
         if tokens < seq.shared_tokens:
+            self.device.check_stream(seq.stream)
             self._move(seq, tokens)
         else:
             self._rewind(seq, tokens)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from collections.abc import Sequence as Sequence_
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -148,6 +148,17 @@ class Transfer:
         return self.seq is not None and self.seq.life == self.life
 
 
+class Arrived(NamedTuple):
+    """What guards read of a sequence of which no copy is in flight."""
+
+    state: int
+    steps: int
+    committing: bool
+    life: int
+    writing: bool = False
+    loading: bool = False
+
+
 class Sequence(Handle):
     """One sequence. Every method is the manager's call of that name; see `Manager`."""
 
@@ -239,6 +250,11 @@ class Sequence(Handle):
     def loading(self) -> bool:
         """A copy of it to the GPU is in flight."""
         return self.transfer is not None and self.transfer.loads
+
+    @property
+    def arrived(self) -> Sequence | Arrived:
+        """What it is to guards once its copy to the GPU, if one is in flight, has arrived."""
+        return Arrived(self.state, self.steps, self.commits, self.life) if self.loading else self
 
     @property
     def committing(self) -> bool:
@@ -386,7 +402,7 @@ class Batch(Handle):
 
     __slots__ = (
         "_counts", "_tokens", "columns", "commit_version", "life", "mask", "members", "named",
-        "rows", "seqs", "version",
+        "rows", "seqs", "streams", "version",
     )  # fmt: skip
     instead = "make another one with `batch`"
 
@@ -403,6 +419,8 @@ class Batch(Handle):
         self._tokens: int | None = None
         self.version = -1
         """The version of the columns at which every member was found ready to step."""
+        self.streams: list[Stream] = []
+        """Those of its members, at that version."""
         self.commit_version = -1
         """The same for committing."""
         for seq in seqs:
@@ -496,7 +514,7 @@ class Step(Handle):
 
     __slots__ = (
         "bases", "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts",
-        "state", "version",
+        "state", "streams", "version",
     )  # fmt: skip
     instead = "settle it as it is"
 
@@ -508,6 +526,8 @@ class Step(Handle):
         self.starts = columns.scheduled
         self.life, self.bases = columns.life, columns.base
         self.version = columns.version
+        self.streams = batch.streams
+        """On which its work is launched."""
         self.state = STEP_ISSUED.code
         self.fenced: list[Range] = []
         """Freed ranges whose fence waits for this step."""

@@ -78,6 +78,7 @@ class Stepping(Core):
         plan = self.flight.plan()
         for seq in batch.seqs:
             plan.move(_STEP, seq)
+        batch.streams = list({id(seq.stream): seq.stream for seq in batch.seqs}.values())
         batch.version = self.columns.version
 
     def _wanted(
@@ -131,10 +132,7 @@ class Stepping(Core):
         self._legal(_SETTLE, step)
         for seq in self._members(step):
             self._check_order(step, seq)
-        if self.flight.loads and any(seq.loading for seq in step.seqs):
-            self.flight.poll()
-            if any(seq.loading for seq in step.seqs):
-                self.flight.quiesce()
+        self.flight.arrive(*step.seqs)
         live, members = self.columns.life == step.life, self._members(step)
         plan = self.flight.plan()
         leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
@@ -178,14 +176,15 @@ class Stepping(Core):
     def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
         """Name the ids of the next written tokens; blocks that are full become read-only.
 
-        `tokens` is one row of int32, in any shape that `values.ids` takes, as in `create`. Raises
-        ArgumentError beyond the settled length.
+        `tokens` is one row of int32, in any shape that `values.ids` takes, as in `create`. A copy
+        of the sequence to the GPU is waited for. Raises ArgumentError beyond the settled length.
         """
         self._enter(seq)
         ids = values.ids("tokens", tokens)
-        self._legal(_COMMIT, seq)
+        self._legal_once_arrived(_COMMIT, seq)
         known, block = seq.committed_tokens, self.config.tokens_per_block
         self._check_length(seq, "commit", known, known + len(ids), seq.length_tokens)
+        self.flight.arrive(seq)
         open_block = self.columns.open_block[seq.row]
         ids = np.concatenate([open_block[: known % block], ids])
         whole = len(ids) - len(ids) % block
@@ -229,12 +228,18 @@ class Stepping(Core):
             raise ArgumentError(
                 f"tokens has {len(ids)} ids: one for each of {len(batch)} is wanted"
             )
-        if batch.commit_version != columns.version or self.flight.coverage is not None:
-            self._check_commit(batch)
         rows = batch.rows
         places = columns.known[rows]
+        if self.flight.loads:
+            for seq in batch.seqs:
+                self._legal_once_arrived(_COMMIT, seq)
+        elif batch.commit_version != columns.version or self.flight.coverage is not None:
+            self._check_commit(batch)
         if np.count_nonzero(places >= columns.settled[rows]):
             self._refuse_commit(batch)
+        if self.flight.loads:
+            self.flight.arrive(*batch.seqs)
+            self._check_commit(batch)
         full = np.flatnonzero((places + 1) % block == 0).tolist()
         self.life.change()
         columns.open_block[rows, places % block] = ids

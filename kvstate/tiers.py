@@ -115,6 +115,10 @@ class HostSlots:
         """Slots in all."""
         return len(self.cells.states)
 
+    def owns(self, address: int) -> bool:
+        """It is an address of a slot."""
+        return 0 <= address - self.address < self.capacity * self.block_bytes
+
     @property
     def free(self) -> int:
         """Slots to be had at once."""

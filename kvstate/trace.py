@@ -77,7 +77,10 @@ class Call(
     """
 
     failed: list[int] = []
-    """The copies that a quiesce of this call found to have failed."""
+    """The copies that a wait of this call found to have failed."""
+
+    captured: list[Name] = []
+    """The streams that are being captured into graphs during this call."""
 
     event: ClassVar[str] = ""
     """The event of the sequence table that it fires."""
@@ -210,7 +213,15 @@ class Clear(Call, frozen=True, kw_only=True):
 
 
 class Poll(Call, frozen=True, kw_only=True):
-    """`Manager.poll`."""
+    """`Manager.poll`; with `deliver`, of the ends of these copies, by number."""
+
+    deliver: list[Nth] | None = None
+
+
+class Wait(Call, frozen=True, kw_only=True):
+    """`Manager.wait`."""
+
+    seq: Name
 
 
 class Trim(Call, frozen=True, kw_only=True):
@@ -229,7 +240,7 @@ class Refused(Call, frozen=True, kw_only=True):
 
 AnyCall = (
     Create | Fork | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
-    | Suspend | Drop | Close | Poll | Clear | Trim | Refused
+    | Suspend | Drop | Close | Poll | Wait | Clear | Trim | Refused
 )  # fmt: skip
 """One line of a trace after the header."""
 

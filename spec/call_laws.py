@@ -7,7 +7,7 @@ Each function here is the law of its name in `laws.py`.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from typing import Final
 
 from attrs import evolve
@@ -51,7 +51,7 @@ def all_or_nothing(before: View, after: View, failed: Failure) -> Iterator[str]:
             yield f"sequence {uid} changed from {old[uid]} to {new[uid]}"
         if not remapped(charged_before.get(uid), charged_after.get(uid)):
             yield f"the memory of sequence {uid} changed"
-    yield from _holds(before, after)
+    yield from _holds(before, after, failed.touched)
     if failed.illegal and not failed.lost:
         yield from _unchanged(before, after)
 
@@ -69,9 +69,11 @@ def _memory(view: View) -> dict[int | None, Memory]:
     }
 
 
-def _holds(before: View, after: View) -> Iterator[str]:
+def _holds(before: View, after: View, touched: Container[int | None]) -> Iterator[str]:
     """A failed call leaves the holders of ranges and blocks as they were, but for what has ended;
-    it may have begun to wait for the caller's event, and to copy out what is committed."""
+    it may have begun to wait for the caller's event, and to copy out what is committed. Steps hold
+    a range that their sequence has left because its copy failed."""
+    left = {f"range {one.number}" for one in before.ranges if one.owner in touched}
     alive = {copy.holder for copy in after.transfers}
     alive |= {("write", copy.token) for copy in after.transfers if copy.keeps}
     alive |= {("load", copy.token) for copy in after.transfers if copy.onboards}
@@ -90,7 +92,7 @@ def _holds(before: View, after: View) -> Iterator[str]:
         for holder in (was - now.holders) & alive:
             yield f"{name} is not held by {holder} any more, after a call that failed"
         for holder in now.holders - was:
-            if holder[1] not in fresh:
+            if holder[1] not in fresh and not (holder[0] == "steps" and name in left):
                 yield f"{name} is held by {holder} since a call that failed"
 
 

@@ -360,11 +360,11 @@ class Stubborn(HostDevice):
 
     times = 1
 
-    def close(self) -> None:
+    def close(self, streams: Any = ()) -> None:
         self.times -= 1
         if self.times == 0:
             raise KeyboardInterrupt
-        super().close()
+        super().close(streams)
 
 
 def test_close_goes_on_when_it_was_cut_short() -> None:

@@ -634,7 +634,7 @@ def test_a_completion_that_nobody_waits_for_is_ignored(
     seq.suspend()
     ended = kv.poll()
     before = view(kv)
-    device._ended += ended  # the device reports the same end again
+    device._ended[ended[0].token] = ended[0]  # the device reports the same end again
     device._runs[ended[0].token] = (0, ())
     with caplog.at_level(logging.WARNING, "kvstate"):
         kv.poll()

@@ -90,7 +90,7 @@ def test_a_pair_that_is_ordered_is_not(kind: str, first: Any, second: Any, how: 
     elif how == "synchronised":
         order.synchronized(one)
     elif how == "quiet":
-        order.quiet()
+        order.quiet(order.streams)
     elif how == "copied":  # the host knows that a copy is done which came after it
         order.copied(7, Operation(Agent("copy"), "fence", after=order.mark(one)))
         order.ended([7])
@@ -249,7 +249,7 @@ class Checked:
         self.order.synchronized(self.streams[act.which % STREAMS])
 
     def quiet(self, at: int, act: Act) -> None:
-        self.order.quiet()
+        self.order.quiet(self.order.streams)
 
     def host(self, at: int, act: Act) -> None:
         self.order.at_once(f"op {at}", cells(act.reads), cells(act.writes))

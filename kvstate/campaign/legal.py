@@ -1,8 +1,9 @@
 """Which calls are legal now, and what those that are not must raise.
 
 An illegal call must change nothing and raise, of these, the first that is so: ArgumentError, if a
-number can be right in no state of what it is about; IllegalTransition, if the table has no row; and
-ArgumentError again, if a number is wrong now, by the story of the numbers.
+number can be right in no state of what it is about; StreamCaptured, if its stream is being
+captured; IllegalTransition, if the table has no row; and ArgumentError again, if a number is wrong
+now, by the story of the numbers.
 
 Worked out before a call is made, and afresh in every program that plays it, so that a program that
 has lost calls is still judged rightly.
@@ -13,23 +14,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Final
 
 from kvstate import trace
-from kvstate.errors import ArgumentError, IllegalTransition, KvStateError
-from kvstate.sequence import Sequence
+from kvstate.errors import ArgumentError, IllegalTransition, KvStateError, StreamCaptured
+from kvstate.sequence import Arrived, Sequence
 from kvstate.spec.compiled import MACHINES
-from kvstate.spec.sequence import SEQUENCE
 
 if TYPE_CHECKING:
     from kvstate.campaign.player import Launch, Played, Player
 
-WAITS: Final = ("resume", "suspend")
-"""Events whose call waits for a copy that is in the way, so that only the state decides."""
+WAITS: Final = ("resume", "suspend", "fork", "rewind", "commit", "settle")
+"""Events whose call waits for a copy that is in the way."""
 
 
 def may(seq: Sequence, event: str) -> bool:
     """Whether the table has an enabled row for the event, after the wait that its call makes."""
-    if event in WAITS:
-        return bool(SEQUENCE.on(event, SEQUENCE.states[seq.state]))
-    return MACHINES.object(f"sequence.{event}").decide(seq) is not None
+    arrived = Arrived(seq.state, seq.steps, seq.committing, seq.life)
+    subject = arrived if event in WAITS else seq
+    return MACHINES.object(f"sequence.{event}").decide(subject) is not None
 
 
 def refusal(player: Player, call: trace.AnyCall) -> type[KvStateError] | None:
@@ -38,12 +38,28 @@ def refusal(player: Player, call: trace.AnyCall) -> type[KvStateError] | None:
     members = [player.known(name) for name in _names(call)]
     if not _can_be(player, call):
         return ArgumentError
+    if _on_captured(player, call):
+        return StreamCaptured
     if isinstance(call, trace.Settle):
         return None if _in_order(player.launched(call.step)) else IllegalTransition
     if not all(may(one.seq, call.event) for one in members):
         return IllegalTransition
     fit = all(_fits(one, call, at) for at, one in enumerate(members))
     return None if fit else ArgumentError
+
+
+def _on_captured(player: Player, call: trace.AnyCall) -> bool:
+    """The call is to launch on a stream that is being captured, or to wait for it."""
+    streams = player.streams
+    captured = [streams[number % len(streams)] for number in call.captured]
+    match call:
+        case trace.Resume() | trace.Fork() | trace.Dummy():
+            return streams[call.stream % len(streams)] in captured
+        case trace.Suspend() | trace.Drop() | trace.Close():
+            played = player.known(call.seq)
+            return not call.after and played.seq.base is not None and played.stream in captured
+        case _:
+            return False
 
 
 def _names(call: trace.AnyCall) -> list[int]:
@@ -53,7 +69,7 @@ def _names(call: trace.AnyCall) -> list[int]:
             return call.seqs
         case trace.Create() | trace.Dummy() | trace.Settle():
             return []
-        case trace.Poll() | trace.Clear() | trace.Trim() | trace.Refused():
+        case trace.Poll() | trace.Wait() | trace.Clear() | trace.Trim() | trace.Refused():
             return []
         case _:
             return [call.seq]
@@ -78,6 +94,10 @@ def _can_be(player: Player, call: trace.AnyCall) -> bool:
             return _once(call)
         case trace.Settle():
             return _no_more(player.launched(call.step), call.accepted)
+        case trace.Poll():
+            named = call.deliver or []
+            known = player.kv.flight.transfers.keys()
+            return len({*named}) == len(named) and known >= {*named}
         case _:
             return True
 

@@ -35,6 +35,7 @@ from kvstate.errors import (
     IllegalTransition,
     KvStateError,
     LawViolation,
+    StreamCaptured,
 )
 from kvstate.keys import Adapter, Identity, extra_bytes
 from kvstate.manager import Manager
@@ -180,6 +181,7 @@ class Player:
         if call.memory is not None:
             self.device.limit(None if call.memory < 0 else call.memory)
         self.device.script(call.ended, call.failed)
+        self.device.capture([self.streams[number % STREAMS] for number in call.captured])
         self._tell_failures(call)
         error: KvStateError | None = None
         poisoned, due = self.kv.actor.fault is not None, None
@@ -197,6 +199,7 @@ class Player:
             raise _crash(crash) from crash
         finally:
             self.device.cancel_failures()
+            self.device.capture(())
         self._learn()
         if poisoned:
             self._same(f"{call} of a poisoned manager raised", type(error), DeviceFault)
@@ -449,7 +452,11 @@ class Player:
         del self.seqs[call.seq]
 
     def _poll(self, call: trace.Poll) -> None:
-        self.kv.poll()
+        self.kv.poll(call.deliver)
+        self._learn()
+
+    def _wait(self, call: trace.Wait) -> None:
+        self.kv.wait(self.known(call.seq).seq)
         self._learn()
 
     def _clear(self, call: trace.Clear) -> None:
@@ -490,7 +497,7 @@ class Player:
         if isinstance(error, CapacityError):
             place = str(getattr(error, "place", type(error).__name__))
             self.refused[place] += 1
-        told = call.fail or self.device.hung
+        told = call.fail or self.device.hung or isinstance(error, StreamCaptured)
         if isinstance(error, DeviceFault | DeviceError) and not told:
             raise Broken("device", f"{call} raised {error!r} though nothing was told to fail")
         if not self._lost:

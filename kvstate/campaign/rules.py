@@ -24,17 +24,20 @@ from kvstate.config import Config, Geometry, GpuTier, HostTier, LayerSpec
 
 _MAPPING: Final = ("create", "map", "unmap", "quiesce", "frame", "mapping", "access", "unmapping")
 FAILURES: Final = {
-    trace.Resume: ("complete", "complete", "complete", "copy", "issue", "wait", *_MAPPING),
-    trace.Suspend: ("complete", "complete", "copy", "record", "event", "wait", "quiesce"),
+    trace.Resume: (*["complete"] * 3, "copy", "issue", "wait", "finish", *_MAPPING),
+    trace.Suspend: ("complete", "complete", "copy", "record", "event", "wait", "quiesce", "finish"),
     trace.Step: ("complete", "copy", *_MAPPING),
     trace.Resize: ("fill", *_MAPPING),
-    trace.Fork: ("complete", "copy", "wait", *_MAPPING),
-    trace.Rewind: ("complete", "copy", "wait", *_MAPPING),
+    trace.Fork: ("complete", "copy", "wait", "finish", *_MAPPING),
+    trace.Rewind: ("complete", "copy", "wait", "finish", *_MAPPING),
     trace.Clear: ("unmap", "unmapping", "quiesce"),
     trace.Trim: ("unmap", "unmapping", "release", "freeing", "quiesce"),
     trace.Drop: ("copy", "record", "wait", "fill"),
     trace.Close: ("complete", "complete", "copy", "record", "event", "wait", "fill"),
-    trace.Poll: ("complete", "copy", "fill"),
+    trace.Poll: ("complete", "copy", "fill", "finish"),
+    trace.Wait: ("complete", "finish"),
+    trace.Commit: ("finish", "finish"),
+    trace.Settle: ("finish", "finish"),
 }
 """Device calls and steps that may be told to fail during a call. A failed fill poisons the
 manager."""
@@ -139,7 +142,20 @@ def dressed(player: Player, call: trace.AnyCall, random: Random) -> trace.AnyCal
     memory that others take or give back."""
     seed = random.getrandbits(32)
     memory = None if seed % 50 else _memory(player, Random(seed))
-    return replace(call, seed=seed, fail=_failures(call, random), memory=memory)
+    captured = [] if seed % 51 else _captured(player, call, Random(seed))
+    return replace(call, seed=seed, fail=_failures(call, random), memory=memory, captured=captured)
+
+
+def _captured(player: Player, call: trace.AnyCall, random: Random) -> list[int]:
+    """Streams that are being captured during a call: often the one that it is about. The default
+    one cannot be, and nothing is while a step is launched or waited for."""
+    if isinstance(call, trace.Step | trace.Settle):
+        return []
+    played = player.seqs.get(player.last or 0)
+    own = [at for at, one in enumerate(player.streams) if played and one is played.stream and at]
+    number = getattr(call, "stream", 0) % STREAMS
+    likely = [number] if number else own
+    return random.choice((likely, likely, [random.randrange(1, STREAMS)], [*range(1, STREAMS)]))
 
 
 def _memory(player: Player, random: Random) -> int:
@@ -470,7 +486,19 @@ def _settle(player: Player, random: Random) -> trace.AnyCall | None:
 
 
 def _poll(player: Player, random: Random) -> trace.AnyCall:
-    return trace.Poll()
+    """Mostly of whatever has ended; else of a few that are named, at times wrongly."""
+    known = list(player.kv.flight.transfers)
+    if not known or random.random() < 0.7:
+        return trace.Poll()
+    named = random.sample(known, random.randint(0, min(3, len(known))))
+    return trace.Poll(deliver=named if random.random() < 0.9 else [*named, known[-1] + 1])
+
+
+def _wait(player: Player, random: Random) -> trace.AnyCall | None:
+    """For a sequence's copy, mostly for one that is in flight."""
+    flying = [name for name, played in player.seqs.items() if played.seq.transfer is not None]
+    pool = flying if random.random() < 0.9 else list(player.seqs)
+    return trace.Wait(seq=random.choice(pool)) if pool else None
 
 
 def _trim(player: Player, random: Random) -> trace.AnyCall:
@@ -493,7 +521,7 @@ _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
     "twins": (2.5, _twins), "chat": (1, _chat),
-    "commit_each": (4, _commit_each), "poll": (3, _poll), "trim": (0.7, _trim),
+    "commit_each": (4, _commit_each), "poll": (3, _poll), "wait": (1, _wait), "trim": (0.7, _trim),
     "clear": (0.2, _clear),
 }  # fmt: skip
 

@@ -31,6 +31,7 @@ from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
 from kvstate.config import MIB
 from kvstate.device import ByteDevice, CopyRun, Direction, FillRun, Segments, Stream
 from kvstate.gpu.cuda import CudaDevice
+from kvstate.gpu.traffic import Pending, Traffic
 from kvstate.pattern import SCRUB_BYTE
 from tests.bench.card_common import (
     FRAME,
@@ -61,19 +62,29 @@ Calls = Mapping[str, tuple[Callable[[], Any], Callable[[], Any]]]
 WAYS: Final = {"suspend": Direction.OUT, "resume": Direction.IN}
 
 
-class Timed(CudaDevice):
+class TimedTraffic(Traffic):
     """Lets the raw side's events take the GPU time of every copy."""
 
     raw: Raw
 
-    def _copy_pieces(self, stream: int, direction: Direction, runs: list[CopyRun]) -> None:
-        self.raw.begin(stream)
-        super()._copy_pieces(stream, direction, runs)
-        self.raw.end(stream)
+    def _issue(self, one: Pending) -> bool:
+        self.raw.begin(self.streams[one.direction])
+        issued = super()._issue(one)
+        self.raw.end(self.streams[one.direction])
+        return issued
+
+
+class Timed(CudaDevice):
+    """A device whose copies are timed."""
+
+    def __init__(self, ordinal: int, raw: Raw) -> None:
+        super().__init__(ordinal)
+        self.timed = TimedTraffic(self, self.traffic.streams)
+        self.traffic, self.timed.raw = self.timed, raw
 
     def hold(self, direction: Direction, seconds: float) -> None:
         """Keep the next copy that way from beginning for about that long."""
-        self.raw.hold(self._copy_streams[direction], seconds)
+        self.timed.raw.hold(self.traffic.streams[direction], seconds)
 
 
 @frozen
@@ -201,9 +212,7 @@ def _config(card: Card, block: int) -> Config:
 def _device(card: Card, raw: Raw) -> ByteDevice:
     if not card.on_gpu:
         return card.open()
-    device = Timed(card.ordinal)
-    device.raw = raw
-    return device
+    return Timed(card.ordinal, raw)
 
 
 def _there_and_back(bench: Bench, block: int, host: str, aim: float) -> list[Figure]:
