@@ -244,6 +244,8 @@ class Streams:
 
     def finish(self, number: int) -> bool:
         """Run work until the work of that number has run. False if it never will."""
+        if number not in self.pending:
+            return True
         needed = self._needed(number) if self.order.only_needed() else None
         while number in self.pending:
             if not self._run_one(needed, waiting=True):

@@ -23,6 +23,7 @@ from kvstate.errors import (
     NotCopied,
     OutOfFrames,
     OutOfRows,
+    StreamCaptured,
     TraceError,
 )
 from kvstate.manager import Manager
@@ -55,6 +56,7 @@ __all__ = [
     "Sequence",
     "Stats",
     "Step",
+    "StreamCaptured",
     "TensorView",
     "TraceError",
 ]

@@ -97,8 +97,13 @@ class Rig:
         """Fresh memory."""
         return self.map(self.create(count_frames))
 
+    def quiesce(self) -> list[Completion]:
+        """Wait for everything, on all streams that the device has made."""
+        made = getattr(self.device, "_streams", None)
+        return self.device.quiesce(made or self.device.streams.streams)  # type: ignore[attr-defined]
+
     def unmap(self, address: int, count_frames: int) -> None:
-        self.device.quiesce()
+        self.quiesce()
         self.device.unmap([UnmapRun(address, count_frames)])
 
     def is_mapped(self, address: int) -> bool:
@@ -123,7 +128,7 @@ class Rig:
     ) -> bool:
         """Copy and wait; whether it ended well."""
         token = self.device.copy(direction, runs, after, before)
-        (end,) = self.device.quiesce()
+        (end,) = self.quiesce()
         assert end.token == token
         return end.ok
 
@@ -160,7 +165,7 @@ class Rig:
             return
         device.cancel_failures()
         device.script(None)
-        device.quiesce()
+        self.quiesce()
         held = device.ledger()
         device.unmap([UnmapRun(address, 1) for address in held.mappings])
         device.release(sorted(held.frames))

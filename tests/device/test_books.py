@@ -249,6 +249,7 @@ PREPARE: Final[dict[str, Prepare]] = {
     "copy": prepare_copy,
     "fill": lambda rig: partial(rig.device.fill, [FillRun(rig.mapped(1), 64)], 0),
     "record": lambda rig: partial(rig.device.record, rig.device.stream()),
+    "finish": lambda rig: partial(rig.device.finish, rig.issue(1)),
     "quiesce": lambda rig: rig.device.quiesce,
 }
 """What has to be done before one call of each kind can be made: the call itself is left."""

@@ -247,7 +247,7 @@ def test_later_work_of_a_before_stream_sees_the_copied_bytes(rig: Rig) -> None:
         rig.device.synchronize(stream)
         assert check.done
         assert list(check.wrong) == [0]
-        assert tokens(rig.device.quiesce()) == [token]
+        assert tokens(rig.quiesce()) == [token]
 
 
 def test_later_work_of_a_before_stream_does_not_overtake_the_copy(rig: Rig) -> None:
@@ -258,7 +258,7 @@ def test_later_work_of_a_before_stream_does_not_overtake_the_copy(rig: Rig) -> N
         rig.write(segments((address, 0, 16, seed)))
         rig.device.copy(OUT, [CopyRun(host, address, size)], (), (stream,))
         rig.device.write(stream, segments((address, 0, 16, seed + 1000)))
-        rig.device.quiesce()
+        rig.quiesce()
         assert rig.device.peek(host, size) == written(0, 16, seed)
         assert rig.device.peek(address, size) == written(0, 16, seed + 1000)
 
@@ -274,7 +274,7 @@ def test_a_stream_waits_for_every_copy_before_it(rig: Rig) -> None:
         rig.device.copy(OUT, [CopyRun(host + 4096, back, 4096)], (), (stream,))
         parts = segments((address, 0, 16, seed), (host + 4096, 0, 16, seed))
         check = rig.device.verify(stream, parts)
-        rig.device.quiesce()
+        rig.quiesce()
         assert list(check.wrong) == [0, 0]
 
 
@@ -285,7 +285,7 @@ def test_a_copy_without_runs_only_hands_the_wait_on(rig: Rig) -> None:
         rig.device.write(first, segments((address, 0, 16, seed)))
         token = rig.device.copy(OUT, [], (rig.device.record(first),), (second,))
         check = rig.device.verify(second, segments((address, 0, 16, seed)))
-        (end,) = rig.device.quiesce()
+        (end,) = rig.quiesce()
         assert end == (token, True)
         assert list(check.wrong) == [0]
 
@@ -304,7 +304,7 @@ def test_copies_of_both_directions_can_be_chained(rig: Rig) -> None:
         last = rig.device.verify(stream, segments((target, 0, 8, seed)))
         rig.device.synchronize(stream)
         assert [*middle.wrong, *last.wrong] == [0, 0]
-    rig.device.quiesce()
+    rig.quiesce()
 
 
 # Completions.
@@ -314,7 +314,7 @@ def test_quiesce_reports_in_issue_order(any_rig: Rig) -> None:
     for seed in SEEDS:
         any_rig.device.schedule(seed)
         issued = any_rig.issue(12)
-        ends = any_rig.device.quiesce()
+        ends = any_rig.quiesce()
         assert ends == [(token, True) for token in issued]
 
 
@@ -327,7 +327,7 @@ def test_after_quiesce_everything_has_run(rig: Rig) -> None:
             rig.device.write(stream, segments(part))
         checks = [rig.device.verify(stream, segments(part)) for stream, part in pairs]
         rig.device.copy(IN, [CopyRun(address + rig.frame_bytes, host, 4096)])
-        rig.device.quiesce()
+        rig.quiesce()
         assert all(check.done for check in checks)
         assert [list(check.wrong) for check in checks] == [[0], [0], [0]]
         assert not rig.device.ledger().copies
@@ -342,9 +342,9 @@ def test_every_completion_is_reported_once(any_rig: Rig) -> None:
             issued += any_rig.issue(2)
             ends += any_rig.device.poll()
         ends += any_rig.device.poll()
-        ends += any_rig.device.quiesce()
+        ends += any_rig.quiesce()
         assert sorted(ends) == [(token, True) for token in issued]
-        assert any_rig.device.poll() == any_rig.device.quiesce() == []
+        assert any_rig.device.poll() == any_rig.quiesce() == []
 
 
 def test_a_copy_is_in_the_ledger_until_its_end_is_reported(any_rig: Rig) -> None:
@@ -352,13 +352,13 @@ def test_a_copy_is_in_the_ledger_until_its_end_is_reported(any_rig: Rig) -> None
     assert any_rig.device.ledger().copies == set(issued)
     reported = tokens(any_rig.device.poll())
     assert any_rig.device.ledger().copies == set(issued).difference(reported)
-    any_rig.device.quiesce()
+    any_rig.quiesce()
     assert not any_rig.device.ledger().copies
 
 
 def test_a_token_is_never_given_twice(any_rig: Rig) -> None:
     issued = any_rig.issue(3)
-    any_rig.device.quiesce()
+    any_rig.quiesce()
     issued += any_rig.issue(3)
     assert len(set(issued)) == 6
 
@@ -371,7 +371,7 @@ def test_a_script_says_which_copies_the_next_poll_reports(any_rig: Rig) -> None:
         assert any_rig.device.poll() == [(third, True), (first, False)]
         assert any_rig.device.ledger().copies == {second}
         any_rig.device.script(None)
-        assert [*any_rig.device.poll(), *any_rig.device.quiesce()] == [(second, True)]
+        assert [*any_rig.device.poll(), *any_rig.quiesce()] == [(second, True)]
 
 
 def test_a_scripted_poll_waits_for_the_copy(rig: Rig) -> None:
@@ -385,15 +385,15 @@ def test_a_scripted_poll_waits_for_the_copy(rig: Rig) -> None:
         assert tokens(rig.device.poll()) == [token]
         assert rig.device.peek(host, 4 * ROW_BYTES) == written(0, 4, seed)
         rig.device.script(None)
-    rig.device.quiesce()
+    rig.quiesce()
 
 
 def test_a_failed_quiesce_reports_nothing_and_loses_nothing(any_rig: Rig) -> None:
     issued = any_rig.issue(3)
     any_rig.device.fail_next("quiesce")
     with refused(any_rig, "quiesce"):
-        any_rig.device.quiesce()
-    assert tokens(any_rig.device.quiesce()) == issued
+        any_rig.quiesce()
+    assert tokens(any_rig.quiesce()) == issued
 
 
 def test_a_copy_can_be_made_to_end_as_failed(any_rig: Rig) -> None:
@@ -402,9 +402,9 @@ def test_a_copy_can_be_made_to_end_as_failed(any_rig: Rig) -> None:
         any_rig.device.fail_next("complete")
         (failed,) = any_rig.issue(1)
         any_rig.device.cancel_failures()
-        assert any_rig.device.quiesce() == [(failed, False)]
+        assert any_rig.quiesce() == [(failed, False)]
         (fine,) = any_rig.issue(1)
-        assert any_rig.device.quiesce() == [(fine, True)]
+        assert any_rig.quiesce() == [(fine, True)]
 
 
 def test_of_several_copies_one_is_made_to_fail(any_rig: Rig) -> None:
@@ -412,7 +412,7 @@ def test_of_several_copies_one_is_made_to_fail(any_rig: Rig) -> None:
         any_rig.device.schedule(seed)
         any_rig.device.fail_next("complete", 2)
         issued = any_rig.issue(5)
-        ends = any_rig.device.quiesce()
+        ends = any_rig.quiesce()
         assert tokens(ends) == issued
         assert sorted(end.ok for end in ends) == [False, True, True, True, True]
 
@@ -423,7 +423,7 @@ def test_a_failed_copy_still_lets_its_followers_go(rig: Rig) -> None:
     token = rig.device.copy(IN, [CopyRun(address, host, 4096)], (), (stream,))
     rig.device.write(stream, segments((address, 0, 16, 8)))
     check = rig.device.verify(stream, segments((address, 0, 16, 8)))
-    assert rig.device.quiesce() == [(token, False)]
+    assert rig.quiesce() == [(token, False)]
     assert list(check.wrong) == [0]
 
 
@@ -543,7 +543,7 @@ def test_verify_sees_what_its_stream_had_written_by_then(rig: Rig) -> None:
             checks.append(rig.device.verify(stream, segments((address, 0, 16, key))))
         rig.device.synchronize(stream)
         assert [list(check.wrong) for check in checks] == [[0]] * 4
-    rig.device.quiesce()
+    rig.quiesce()
 
 
 def test_verify_reports_every_row_of_unmapped_memory(rig: Rig) -> None:

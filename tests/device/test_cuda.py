@@ -77,7 +77,7 @@ def use_everything(rig: Rig) -> None:
     rig.device.write(stream, segments((address, 0, 64, 1)))
     rig.device.copy(OUT, [CopyRun(host, address, 4096)], after=[rig.device.record(stream)])
     rig.device.synchronize(stream)
-    rig.device.quiesce()
+    rig.quiesce()
 
 
 def test_closing_gives_the_driver_all_its_memory_back(driver: Driver) -> None:
@@ -287,7 +287,7 @@ def test_a_copy_out_waits_for_its_event_under_a_spinning_kernel(cuda: Rig) -> No
     cuda.device.write(stream, segments((address, 0, 16, 2)))
     cuda.device.copy(OUT, [CopyRun(host, address, 4096)], after=[cuda.device.record(stream)])
     assert cuda.device.poll() == [], "the kernel was over too early to show anything"
-    cuda.device.quiesce()
+    cuda.quiesce()
     assert list(cuda.verify(segments((host, 0, 16, 2))).wrong) == [0]
 
 
@@ -300,7 +300,7 @@ def test_a_step_waits_for_a_load_under_a_spinning_kernel(cuda: Rig) -> None:
     cuda.device.copy(IN, [CopyRun(address, host, 4096)], after=after, before=[stream])
     check = cuda.device.verify(stream, segments((address, 0, 16, 2)))
     assert not check.done
-    cuda.device.quiesce()
+    cuda.quiesce()
     assert list(check.wrong) == [0]
 
 
@@ -313,7 +313,7 @@ def test_an_event_that_is_held_is_not_recorded_again(cuda: Rig) -> None:
         cuda.device.record(idle)
     token = cuda.device.copy(OUT, [], after=[held])
     assert cuda.device.poll() == []
-    assert [end.token for end in cuda.device.quiesce()] == [token]
+    assert [end.token for end in cuda.quiesce()] == [token]
 
 
 def test_a_poke_is_done_when_it_returns(cuda: Rig) -> None:
@@ -325,7 +325,7 @@ def test_a_poke_is_done_when_it_returns(cuda: Rig) -> None:
     for at in range(40):
         cuda.device.poke(address, bytes([at]) * size)
         driver.call(driver.api.cuMemcpyDtoHAsync, host, address, size, stream)
-        cuda.device.quiesce()
+        cuda.quiesce()
         assert cuda.device.peek(host, size) == bytes([at]) * size
 
 
@@ -333,13 +333,13 @@ def test_a_quiesce_waits_for_streams_of_others(cuda: Rig) -> None:
     address, stream = cuda.mapped(1), cuda.device.stream()
     spin(cuda, stream)
     cuda.device.write(stream, segments((address, 0, 16, 2)))
-    cuda.device.quiesce()
+    cuda.quiesce()
     assert list(cuda.verify(segments((address, 0, 16, 2))).wrong) == [0]
 
 
 def test_unmapping_under_a_kernel_is_seen_by_our_own_check(cuda: Rig) -> None:
     address, other, stream = cuda.mapped(1), cuda.mapped(1), cuda.device.stream()
-    cuda.device.quiesce()
+    cuda.quiesce()
     spin(cuda, stream)
     cuda.device.write(stream, segments((address, 0, 16, 2)))
     started = time.monotonic()
@@ -501,7 +501,7 @@ def test_streams_and_events_of_torch_are_taken(cuda: Rig) -> None:
     check = cuda.device.verify(stream, segments((host, 0, 16, 2)))
     cuda.device.synchronize(stream)
     assert list(check.wrong) == [0]
-    cuda.device.quiesce()
+    cuda.quiesce()
 
 
 def test_what_is_no_stream_is_refused(cuda: Rig) -> None:

@@ -205,7 +205,7 @@ def test_an_access_to_memory_that_is_not_there_is_a_fault(factory: Factory, acce
     with opened(factory) as rig:
         address, call = accesses(rig)[access]
         call()
-        assert not any(end.ok for end in rig.device.quiesce())
+        assert not any(end.ok for end in rig.quiesce())
         (fault,) = rig.device.faults
         assert f"{address:#x}" in fault
         assert " bytes " in fault
@@ -258,7 +258,7 @@ def winners(rig: Rig) -> tuple[bytes, ...]:
     for place in places:
         for key, stream in enumerate(streams):
             rig.device.write(stream, segments((place, 0, 1, key)))
-    rig.device.quiesce()
+    rig.quiesce()
     return tuple(rig.device.peek(place, ROW_BYTES) for place in places)
 
 
@@ -278,7 +278,7 @@ def test_a_late_copy_reads_what_is_there_when_it_runs(late: Rig) -> None:
         late.device.poke(address, written(0, 1, 1))
         late.device.copy(OUT, [CopyRun(host, address, ROW_BYTES)])
         late.device.write(stream, segments((address, 0, 1, 2)))
-        late.device.quiesce()
+        late.quiesce()
         found.add(late.device.peek(host, ROW_BYTES))
     assert found == {written(0, 1, 1), written(0, 1, 2)}
 
@@ -307,7 +307,7 @@ def test_streams_and_events_are_kept_under_every_seed(late: Rig) -> None:
         event = late.device.record(first)
         late.device.copy(OUT, [CopyRun(host, address, size)], (event,), (second,))
         late.device.write(second, segments((address, seed, 4, 4)))
-        late.device.quiesce()
+        late.quiesce()
         assert list(check.wrong) == [0]
         assert late.device.peek(host, size) == written(seed, 4, 3)
         assert late.device.peek(address, size) == written(seed, 4, 4)
@@ -337,5 +337,5 @@ def test_pending_work_is_in_the_ledger(late: Rig) -> None:
             assert work[0].writes == work[1].reads == ((address, 512),)
             assert (work[1].writes, work[1].waits) == (((host, 512),), (work[0].number,))
         seen.add(len(work))
-        late.device.quiesce()
+        late.quiesce()
     assert seen == {0, 1, 2}

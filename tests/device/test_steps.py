@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import pytest
 
-from kvstate.device import Completion, CopyRun, Direction, FillRun, MapRun, UnmapRun
+from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import DeviceError, DeviceFault
 from kvstate.gpu import open_device
 from tests.device.factories import CUDA, EVERY, WITH_BYTES, Factory, Rig, segments, written
@@ -62,7 +62,7 @@ def prepare_unmap(rig: Rig) -> Prepared:
     second = rig.map(frames[1:3], read_only=True)
     for at in range(4):
         rig.write(segments((first + at * rig.frame_bytes, 10 * at, 8, at)))
-    rig.device.quiesce()
+    rig.quiesce()
 
     def seen() -> object:
         if not rig.factory.moves_bytes:
@@ -258,7 +258,7 @@ def test_a_copy_that_fails_at_any_point_was_not_issued_or_fails(any_rig: Rig) ->
             refused += 1
             continue
         any_rig.device.cancel_failures()
-        (end,) = any_rig.device.quiesce()
+        (end,) = any_rig.quiesce()
         assert end.token == token
         if end.ok:
             break
@@ -273,7 +273,7 @@ def test_a_copy_that_was_issued_in_part_still_orders_who_waits_for_it(rig: Rig) 
         rig.device.fail_next(kind)
         rig.device.copy(IN, [CopyRun(target, source, 4096)], (), (stream,))
         rig.device.write(stream, segments((target, 3, 16, 5)))
-        (end,) = rig.device.quiesce()
+        (end,) = rig.quiesce()
         assert not end.ok
         assert rig.device.peek(target, 4096) == written(3, 16, 5)
 
@@ -316,17 +316,16 @@ def test_a_copy_that_never_ends_is_not_waited_for(
     device.quiesce()
     device.fail_next("hang")
     hung = device.copy(OUT, [CopyRun(host, source, 4096)], (), (stream,))
-    behind = device.copy(OUT, [CopyRun(host, source, 16)])
+    behind = device.copy(OUT, [CopyRun(host, source, 16)], [device.record(stream)])
     free = device.copy(IN, [CopyRun(target, host + 4096, 4096)], (), (other,))
     assert device.hung == {hung}
     device.write(stream, segments())
     device.write(other, segments())
     device.synchronize(other)
-    found: list[Completion] = []
-    while not found:
-        found = device.poll()
-    assert [end.token for end in found] == [free]
-    for wait in (device.quiesce, partial(device.synchronize, stream)):
+    assert device.finish([free]) == [(free, True)]
+    for wait in (
+        device.quiesce, partial(device.synchronize, stream), partial(device.finish, [behind]),
+    ):  # fmt: skip
         with pytest.raises(DeviceFault, match=f"copies {hung}, {behind} have not ended"):
             wait()
     assert device.poll() == []

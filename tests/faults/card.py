@@ -25,26 +25,27 @@ class CardFault(Fault):
 CARD_FAULTS = (
     CardFault(
         "copy out without the event",
-        "gpu/cuda.py",
-        "            self._do(\"wait\", self.api.cuStreamWaitEvent, stream, event, 0)\n",
-        "            pass\n",
+        "gpu/traffic.py",
+        "        while one.waits and one.waits[0].stream not in late:\n",
+        "        one.waits.clear()\n"
+        "        while one.waits and one.waits[0].stream not in late:\n",
         "S05",
         kinds=("bytes",),
     ),
     CardFault(
         "copy out without the event, under a spinning kernel",
-        "gpu/cuda.py",
-        "            self._do(\"wait\", self.api.cuStreamWaitEvent, stream, event, 0)\n",
-        "            pass\n",
+        "gpu/traffic.py",
+        "        while one.waits and one.waits[0].stream not in late:\n",
+        "        one.waits.clear()\n"
+        "        while one.waits and one.waits[0].stream not in late:\n",
         "S05",
         test=f"{CUDA_TESTS}::test_a_copy_out_waits_for_its_event_under_a_spinning_kernel",
     ),
     CardFault(
         "step not ordered after the load on the card",
-        "gpu/cuda.py",
-        "                self._do(\"wait\", self.api.cuStreamWaitEvent, follower, one.done"
-        ".handle, 0)\n",
-        "                pass\n",
+        "gpu/traffic.py",
+        "                for follower in followers:\n",
+        "                for follower in ():\n",
         "B148",
         test=f"{CUDA_TESTS}::test_a_step_waits_for_a_load_under_a_spinning_kernel",
     ),
@@ -75,8 +76,9 @@ CARD_FAULTS = (
     CardFault(
         "event reused while somebody holds it",
         "gpu/cuda.py",
-        "        return CudaEvent(self, handle)\n",
-        "        self.idle_events.append(handle)\n        return CudaEvent(self, handle)\n",
+        "        return CudaEvent(self, handle, stream)\n",
+        "        self.idle_events.append(handle)\n"
+        "        return CudaEvent(self, handle, stream)\n",
         test=f"{CUDA_TESTS}::test_an_event_that_is_held_is_not_recorded_again",
     ),
     CardFault(
@@ -122,8 +124,8 @@ CARD_FAULTS = (
     ),
     CardFault(
         "copies go across registered units",
-        "gpu/cuda.py",
-        "list(self.pinned.pieces(list(runs)))",
+        "gpu/traffic.py",
+        "list(self.device.pinned.pieces(runs, most_bytes))",
         "list(runs)",
         test=f"{CUDA_TESTS}::test_a_copy_may_cross_registered_units",
     ),
