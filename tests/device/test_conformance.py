@@ -8,14 +8,16 @@ synchronize or a quiesce, and nothing is said about work that no stream and no e
 
 from __future__ import annotations
 
+from functools import partial
 from random import Random
 from typing import Final
 
 import pytest
 
-from kvstate.device import CopyRun, Direction, FillRun, MapRun
-from kvstate.errors import DeviceError, DeviceFull
+from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
+from kvstate.errors import DeviceError, DeviceFull, StreamCaptured
 from tests.device.factories import (
+    CUDA,
     ROW_BYTES,
     Rig,
     refused,
@@ -386,6 +388,103 @@ def test_a_scripted_poll_waits_for_the_copy(rig: Rig) -> None:
         assert rig.device.peek(host, 4 * ROW_BYTES) == written(0, 4, seed)
         rig.device.script(None)
     rig.quiesce()
+
+
+def test_finish_reports_what_it_is_asked_for_in_that_order(any_rig: Rig) -> None:
+    for seed in SEEDS:
+        any_rig.device.schedule(seed)
+        first, second, third, fourth = any_rig.issue(4)
+        assert any_rig.device.finish([third, first]) == [(third, True), (first, True)]
+        assert any_rig.device.ledger().copies == {second, fourth}
+        assert tokens(any_rig.quiesce()) == [second, fourth]
+
+
+def test_finish_waits_for_what_comes_before(rig: Rig) -> None:
+    address, host, stream = rig.mapped(1), rig.device.host_reserve(4096), rig.device.stream()
+    for seed in SEEDS:
+        rig.device.schedule(seed)
+        rig.device.write(stream, segments((address, 0, 4, seed)))
+        event = rig.device.record(stream)
+        token = rig.device.copy(OUT, [CopyRun(host, address, 4 * ROW_BYTES)], (event,))
+        assert rig.device.finish([token]) == [(token, True)]
+        assert rig.device.peek(host, 4 * ROW_BYTES) == written(0, 4, seed)
+    rig.quiesce()
+
+
+def test_a_failed_finish_reports_nothing_and_loses_nothing(any_rig: Rig) -> None:
+    issued = any_rig.issue(3)
+    any_rig.device.fail_next("finish")
+    with refused(any_rig, "finish"):
+        any_rig.device.finish(issued)
+    assert tokens(any_rig.device.finish(issued)) == issued
+
+
+def test_a_script_says_which_finished_copies_have_failed(any_rig: Rig) -> None:
+    first, second = any_rig.issue(2)
+    any_rig.device.script([], [first])
+    assert any_rig.device.finish([first, second]) == [(first, False), (second, True)]
+
+
+def test_what_has_ended_can_be_seen_before_it_is_reported(any_rig: Rig) -> None:
+    for seed in SEEDS:
+        any_rig.device.schedule(seed)
+        issued = any_rig.issue(4)
+        ended = any_rig.device.ended()
+        assert any_rig.device.ledger().copies == {*issued}
+        assert {*ended} <= {*any_rig.device.ended()} <= {*issued}
+        polled = tokens(any_rig.device.poll())
+        assert {*ended} <= {*polled}
+        assert not {*any_rig.device.ended()} & {*polled}
+        any_rig.quiesce()
+
+
+def test_quiesce_waits_for_the_streams_that_it_is_given(rig: Rig) -> None:
+    address, stream = rig.mapped(1), rig.device.stream()
+    for seed in SEEDS:
+        rig.device.schedule(seed)
+        rig.device.write(stream, segments((address, 0, 4, seed)))
+        check = rig.device.verify(stream, segments((address, 0, 4, seed)))
+        rig.device.quiesce([None, stream])
+        assert list(check.wrong) == [0]
+
+
+def test_unmapping_beside_a_stream_that_was_not_waited_for_is_a_fault(any_rig: Rig) -> None:
+    """Also if its work happens to be over: eager devices run it at once, and have none."""
+    address, other = any_rig.mapped(1), any_rig.mapped(1)
+    stream = any_rig.device.stream()
+    any_rig.device.schedule(3)
+    any_rig.device.write(stream, segments((address, 0, 4, 1)))
+    late = any_rig.device.ledger().work or any_rig.factory in CUDA
+    any_rig.device.quiesce()
+    late = late and (any_rig.device.ledger().work or any_rig.factory in CUDA)
+    any_rig.device.unmap([UnmapRun(other, 1)])
+    assert bool(any_rig.device.faults) == bool(late)
+    any_rig.device.faults.clear()
+
+
+def test_a_captured_stream_is_refused_by_name(any_rig: Rig) -> None:
+    device, stream, other = any_rig.device, any_rig.device.stream(), any_rig.device.stream()
+    device.capture([stream])
+    held = device.ledger()
+    for call in (
+        partial(device.check_stream, stream),
+        partial(device.record, stream),
+        partial(device.synchronize, stream),
+        partial(device.quiesce, [other, stream]),
+        partial(device.copy, IN, [], (), (stream,)),
+        partial(device.write, stream, segments()),
+        partial(device.verify, stream, segments()),
+        partial(device.publish, stream, [], [], []),
+    ):
+        with pytest.raises(StreamCaptured, match="is being captured"):
+            call()
+    assert device.ledger() == held
+    device.check_stream(other)
+    device.quiesce([other])
+    device.capture([other])
+    device.record(stream)
+    device.capture(())
+    assert device.faults == []
 
 
 def test_a_failed_quiesce_reports_nothing_and_loses_nothing(any_rig: Rig) -> None:
