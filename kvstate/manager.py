@@ -15,10 +15,12 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from collections.abc import Sequence as Sequence_
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
+
+import numpy.typing as npt
 
 from kvstate import runs
 from kvstate.blocks import Loss, Node
@@ -49,7 +51,7 @@ from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
 from kvstate.tensors import TensorView, views
-from kvstate.values import able, flag, in_order, instance, whole
+from kvstate.values import able, flag, ids, instance, whole
 
 if TYPE_CHECKING:
     from kvstate.observe import Watch
@@ -429,13 +431,14 @@ class Manager(Rewinding, Handle):
     # Time, and the end.
 
     @guarded
-    def poll(self, deliver: Iterable[int] | None = None) -> list[Completion]:
+    def poll(self, deliver: npt.ArrayLike | None = None) -> list[Completion]:
         """Deliver the copies that have ended, without waiting; what was delivered.
 
         When a copy's end is delivered decides what later calls find. Managers that shall act alike,
         such as those of the ranks of one model, agree on the ends (see `ended`) and name them by
-        their tokens in `deliver`: those are delivered, in that order, and no others. One that has
-        not ended here is waited for. Raises ArgumentError for what is not in flight.
+        their tokens in `deliver`, a row of numbers: those are delivered, in that order, and no
+        others. One that has not ended here is waited for. Raises ArgumentError for what is not in
+        flight.
         """
         self._enter()
         tokens = None if deliver is None else self._in_flight(deliver)
@@ -444,11 +447,9 @@ class Manager(Rewinding, Handle):
         self.ladder.regain()
         return self.flight.poll() if tokens is None else self.flight.finish(tokens)
 
-    def _in_flight(self, deliver: Iterable[int]) -> list[int]:
+    def _in_flight(self, deliver: npt.ArrayLike) -> list[int]:
         """Tokens of copies whose end was not delivered, each once. Raises ArgumentError."""
-        tokens = [
-            whole(f"deliver[{at}]", token) for at, token in enumerate(in_order("deliver", deliver))
-        ]
+        tokens: list[int] = ids("deliver", deliver).tolist()
         for at, token in enumerate(tokens):
             if token not in self.flight.transfers or token in tokens[:at]:
                 known = ", ".join(map(str, self.flight.transfers)) or "none"

@@ -16,7 +16,6 @@ import numpy as np
 from attrs import evolve
 
 from kvstate import trace
-from kvstate.device import Completion
 from kvstate.errors import ArgumentError, DeviceError, KvStateError
 from kvstate.keys import Extras
 from kvstate.manager import Manager
@@ -126,11 +125,11 @@ class Recorder:
     def _commit(self, args: dict[str, Any], _: object) -> trace.Call:
         return trace.Commit(seq=args["seq"].uid, tokens=ids("tokens", args["tokens"]).tolist())
 
-    def _poll(self, args: dict[str, Any], ended: list[Completion] | None) -> trace.Call:
+    def _poll(self, args: dict[str, Any], _: object) -> trace.Call:
         given = args["deliver"]
         if given is None:
             return trace.Poll()
-        return trace.Poll(deliver=[one.token for one in ended] if ended else list(given))
+        return trace.Poll(deliver=ids("deliver", given).tolist())
 
     def _stream(self, stream: Any) -> int:
         """The number of a stream: 0 is the default one, others count up as they are first seen."""
