@@ -108,14 +108,14 @@ class Core:
         elif seq.range is not None:
             self._check_captured(seq.stream)
 
-    def streams_in_use(self) -> list[Stream]:
+    def _streams_in_use(self) -> list[Stream]:
         """See `Flight.streams`."""
         return self.flight.streams()
 
-    def check_ends(self) -> None:
+    def _check_ends(self) -> None:
         """Raises StreamCaptured if work of a sequence may be on a stream that is being captured:
         its end cannot be waited for."""
-        for stream in self.streams_in_use():
+        for stream in self._streams_in_use():
             self._check_captured(stream)
 
     def _check_captured(self, stream: Stream) -> None:

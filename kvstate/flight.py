@@ -117,6 +117,7 @@ class Flight:
         if not wanted:
             return []
         completions = self.actor.ask(lambda: self.device.finish(wanted))
+        self.counters["waits"] += len(wanted)
         self.quiesced.extend(completions)
         return self._deliver(completions)
 

@@ -90,10 +90,10 @@ class Ending(Protocol):
     def device(self) -> Device:
         """What is closed in any case, once it has been begun."""
 
-    def streams_in_use(self) -> Sequence[Stream]:
+    def _streams_in_use(self) -> Sequence[Stream]:
         """What the device has to wait for besides its own work."""
 
-    def check_ends(self) -> None:
+    def _check_ends(self) -> None:
         """Raises an error if it cannot end now; nothing has changed then."""
 
 
@@ -119,7 +119,7 @@ def ending(method: Callable[[E], None]) -> Callable[[E], None]:
         if life.state == _OPEN:
             life.begin(event, caller)
             try:
-                self.check_ends()
+                self._check_ends()
             except BaseException:
                 life.end()
                 raise
@@ -127,7 +127,7 @@ def ending(method: Callable[[E], None]) -> Callable[[E], None]:
         try:
             method(self)
         finally:
-            self.device.close(self.streams_in_use())
+            self.device.close(self._streams_in_use())
             if not life.closed:
                 life.close()
 

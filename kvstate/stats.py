@@ -50,7 +50,7 @@ class Stats:
     blocks by where they were: hit_blocks.alias (mapped), hit_blocks.live, hit_blocks.parked,
     hit_blocks.span and hit_blocks.host (copied), hit_blocks.partial (copied in part). Of what
     outlives them: kept_blocks, evicted_blocks and promotions, in blocks; remaps and
-    spilled_frames, in frames; spilled_spans. Of the device: host_bytes_moved, quiesces,
+    spilled_frames, in frames; spilled_spans. Of the device: host_bytes_moved, quiesces, waits,
     failed_copies, late_completions, device_full."""
     losses: dict[str, int]
     """Blocks that cannot be found any more, by reason; see `kvstate.Loss`."""

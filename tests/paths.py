@@ -331,5 +331,5 @@ def _signature(player: Player) -> object:
     steps = [(s.landed, [write[1:] for write in seen.living(s)]) for s in seen.steps]
     waited = {s.transfer for s in seen.sequences}
     transfers = [(t.token in waited, t.outward, t.inward) for t in seen.transfers]
-    ended = sorted(one.ok for one in player.device._ended)  # type: ignore[attr-defined]
+    ended = sorted(one.ok for one in player.device._ended.values())  # type: ignore[attr-defined]
     return repr((sequences, ranges, steps, transfers, seen.host_states, ended, len(player.seqs)))

@@ -97,6 +97,16 @@ PLAYED: Final = (
             trace.Poll(), trace.Stop(seq=2), *grew(1, 1), trace.Poll(), trace.Close(seq=1),
         ),
     ),
+    Scenario(
+        "copies that are waited for one by one",
+        config(frames=8, write_through="off"),
+        (
+            *opened(1), *opened(2), *grew(1, 4), *grew(2, 4),
+            trace.Suspend(seq=1), trace.Suspend(seq=2), trace.Poll(deliver=[2]), trace.Wait(seq=1),
+            trace.Resume(seq=1), trace.Rewind(seq=1, tokens=2), trace.Resume(seq=2),
+            trace.Fork(seq=2, child=3, max_tokens=8), trace.Close(seq=2),
+        ),
+    ),
 )  # fmt: skip
 """Between them they make every public call."""
 
@@ -135,11 +145,7 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
         return lambda run: run.kv.commit_each(
             run.kv.batch([run.seq(one) for one in members]), call.tokens
         )
-    if isinstance(call, trace.Poll | trace.Clear | trace.Trim):
-        name = {trace.Poll: "poll", trace.Clear: "clear_reuse", trace.Trim: "trim"}[type(call)]
-        keep = (call.keep,) if isinstance(call, trace.Trim) else ()
-        return lambda run: getattr(run.kv, name)(*keep)
-    uid = names[call.seq]
+    uid = names[call.seq] if hasattr(call, "seq") else 0
     if isinstance(call, trace.Suspend | trace.Drop | trace.Close):
         name = type(call).__name__.lower()
         after = call.after
@@ -155,6 +161,10 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
         trace.Rewind: lambda run: run.seq(uid).rewind(call.tokens),
         trace.Commit: lambda run: run.seq(uid).commit(call.tokens),
         trace.Stop: lambda run: run.seq(uid).stop_committing(),
+        trace.Wait: lambda run: run.kv.wait(run.seq(uid)),
+        trace.Poll: lambda run: run.kv.poll(call.deliver),
+        trace.Clear: lambda run: run.kv.clear_reuse(),
+        trace.Trim: lambda run: run.kv.trim(call.keep),
     }
     return makers[type(call)]
 
@@ -184,6 +194,7 @@ def _viewed(run: Run) -> object:
 
 
 LOOKS: Final[tuple[Call, ...]] = (
+    ("ended", lambda run: run.kv.ended()),
     ("probe_reuse", lambda run: run.kv.probe_reuse(IDS)),
     ("admits", lambda run: run.kv.admits(4)),
     ("fits", lambda run: run.kv.fits(4)),

@@ -620,6 +620,8 @@ def test_a_quiet_device_has_nothing_in_flight(running: Run) -> None:
     kv.step(kv.batch([seq]), 2)
     seq.resize(16)
     device.quiesce()
+    assert [op.agent.name for op in device.order.flying] == ["the default stream"]
+    device.quiesce([None])
     assert device.order.flying == []
     device.unmap([UnmapRun(base_of(seq) + 3 * FRAME, 1)])
 

@@ -234,12 +234,12 @@ def test_a_rewind_waits_for_who_copies_its_pages(open_manager: Open) -> None:
     device = HostDevice(streams="adversarial", seed=3)
     kv = open_manager(device, spans="off")
     seq = said(kv, PROMPT)
-    device.quiesce()
+    device.quiesce([None])
     other = kv.create(PROMPT, 16)
     other.resume(device.stream())
-    quiesces = device.calls["quiesce"]
+    waits = device.calls["finish"]
     seq.rewind(0)
-    assert device.calls["quiesce"] == quiesces + 1
+    assert device.calls["finish"] == waits + 1
     assert wrong(kv, other, PROMPT[:6]) == 0
 
 

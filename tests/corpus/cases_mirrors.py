@@ -383,7 +383,7 @@ MIRRORS: Final = (
             slots(MIRRORING=3),
             trace.Rewind(seq=1, tokens=2),
             *wrote(1, [9] * 4),
-            counted("quiesces", 1),
+            counted("waits", 1),
             *opened(2, MORE),
             trace.Poll(),
         ),
