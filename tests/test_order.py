@@ -30,6 +30,7 @@ from tests.conftest import FRAME, ROW, small
 from tests.corpus.apart import Apart
 from tests.corpus.case import Case, How, said
 from tests.corpus.cases import CASES
+from tests.device.factories import segments
 from tests.test_planted import patched
 
 CELL: Final = 16
@@ -624,6 +625,20 @@ def test_a_quiet_device_has_nothing_in_flight(running: Run) -> None:
     device.quiesce([None])
     assert device.order.flying == []
     device.unmap([UnmapRun(base_of(seq) + 3 * FRAME, 1)])
+
+
+def test_a_quiesce_waits_for_what_is_read_outside_of_steps(running: Run) -> None:
+    """On streams of sequences that have memory, whether a step of theirs is in flight or not."""
+    kv, seq, device = running(order=True)
+    stream = device.stream()
+    other = kv.create(max_tokens=16)
+    other.resume(stream)
+    kv.settle(kv.step(kv.batch([other]), 4))
+    seq.close()
+    device.verify(stream, segments((base_of(other), 0, 4, 1)))
+    assert [op.agent.name for op in device.order.flying] == ["stream 1"]
+    kv.trim()
+    assert device.order.flying == []
 
 
 def test_a_step_is_on_the_stream_of_each_of_its_sequences(running: Run) -> None:

@@ -452,12 +452,22 @@ class Player:
         del self.seqs[call.seq]
 
     def _poll(self, call: trace.Poll) -> None:
-        self.kv.poll(call.deliver)
+        known = list(self.kv.flight.transfers)
+        ended = self.kv.poll(call.deliver)
         self._learn()
+        if call.deliver is not None:
+            self._same("what was delivered", [one.token for one in ended], call.deliver)
+            left = [token for token in known if token not in call.deliver]
+            self._same("left in flight", list(self.kv.flight.transfers)[: len(left)], left)
 
     def _wait(self, call: trace.Wait) -> None:
-        self.kv.wait(self.known(call.seq).seq)
+        seq = self.known(call.seq).seq
+        others = [token for token, one in self.kv.flight.transfers.items() if one.seq is not seq]
+        self.kv.wait(seq)
         self._learn()
+        self._same(f"{seq}: its copy", seq.transfer, None)
+        gone = [token for token in others if token not in self.kv.flight.transfers]
+        self._same("copies of others that were waited for", gone, [])
 
     def _clear(self, call: trace.Clear) -> None:
         self.epoch += 1

@@ -660,6 +660,36 @@ FAULTS = (
         "            self._forget_told(Loss.CLOSED)\n",
         "            pass\n",
     ),
+    Fault(
+        "a quiesce waits for no stream of a caller",
+        "kvstate/flight.py",
+        "        return list({id(stream): stream for stream in found}.values())\n",
+        "        return []\n",
+    ),
+    Fault(
+        "ends that nobody has named are delivered",
+        "kvstate/manager.py",
+        "        return self.flight.poll() if tokens is None else self.flight.finish(tokens)\n",
+        "        return self.flight.poll()\n",
+    ),
+    Fault(
+        "a wait waits for everything",
+        "kvstate/manager.py",
+        "self.flight.finish([seq.transfer.token] if seq.transfer is not None else [])",
+        "self.flight.quiesce() or []",
+    ),
+    Fault(
+        "nobody asks whether a stream is being captured that a sequence leaves",
+        "kvstate/core.py",
+        "            self._check_captured(seq.stream)\n",
+        "            pass\n",
+    ),
+    Fault(
+        "a fork does not wait for what its parent begins with",
+        "kvstate/admission.py",
+        "        self.flight.arrive(parent)\n        self._legal(_FORK, parent)\n",
+        "        self._legal(_FORK, parent)\n",
+    ),
 )  # fmt: skip
 
 SEEN_BY_CASES = (
