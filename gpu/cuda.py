@@ -464,7 +464,6 @@ class CudaDevice(Books):
         """The point behind everything that was launched on the stream so far."""
         handle = self._live("record", stream)
         self._enter("record")
-        self.busy.add(handle)
         return self._mark(handle)
 
     def passing(self, stream: int) -> CudaEvent:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Final
 
@@ -42,6 +43,8 @@ class Pending:
     waits: list[CudaEvent]
     """What must have passed before it begins; what is known to have passed is taken out."""
     paced: bool
+    leads: bool
+    """Streams are to wait for it."""
     left: deque[list[CopyRun]]
     """What is still to be put on its stream, a driver call each."""
     begun: bool = False
@@ -86,7 +89,7 @@ class Traffic:
         paced = self.pace_bytes is not None and direction is Direction.OUT and not followers
         calls = self._calls(runs, self.pace_bytes // 2 if self.pace_bytes and paced else None)
         self._issued += 1
-        one = Pending(self._issued, direction, runs, waits, paced, calls)
+        one = Pending(self._issued, direction, runs, waits, paced, bool(followers), calls)
         self._tell_failure(one, len(followers))
         self.device.busy.add(stream)
         self.device.copies.add(one.token)
@@ -175,14 +178,16 @@ class Traffic:
 
     def _has_passed(self, one: Pending, event: CudaEvent) -> bool:
         """Whether an event has passed. If the driver cannot tell, the copy fails, and the event has
-        passed when its stream has nothing left."""
+        passed when its stream has nothing left; if it cannot tell that either, nobody knows."""
         try:
             return self.driver.ready(event.handle)
         except DeviceError as error:
             if one.ok:
                 log.error("copy %d fails: %s", one.token, error)
             one.ok = False
+        with suppress(DeviceError):
             return self.driver.idle(event.stream)
+        return False
 
     def _may_go_on(self, one: Pending) -> bool:
         """The pace allows the next call of a copy. One may always be in flight."""
@@ -210,7 +215,7 @@ class Traffic:
                     self._pieces.append((self.device.passing(stream), size))
             if one.spoils:
                 self._spoil(stream, one.runs)
-            if one.runs or one.hangs:
+            if one.runs or one.hangs or one.leads:
                 one.done = self.device.passing(stream)
         except DeviceError as error:
             self._fail(one, error)
