@@ -219,10 +219,16 @@ FAULTS = (
     ),
     Fault(
         "the margin takes frames that a later member needs",
-        "kvstate/core.py",
-        "plan.margin = margin_for(uses, pooled, margin)\n",
-        "plan.margin = margin\n",
+        "kvstate/stepping.py",
+        "free = self.gpu.free - fresh\n",
+        "free = self.gpu.free\n",
         "S11",
+    ),
+    Fault(
+        "all margins are made in one step",
+        "kvstate/margins.py",
+        "+ int(newcomers) + 1\n",
+        "+ int(newcomers) + 100\n",
     ),
     Fault(
         "lengths from before the quiesce",
