@@ -233,8 +233,8 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        '{len(batch)} sequences", batch)\n            ends = columns.scheduled + counts\n',
-        '{len(batch)} sequences", batch)\n',
+        '{len(batch)} sequences", batch, counts)\n            ends = columns.scheduled + counts\n',
+        '{len(batch)} sequences", batch, counts)\n',
         "B65",
     ),
     Fault(
