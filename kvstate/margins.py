@@ -14,7 +14,6 @@ calls, and takes no less time: 256 sequences with 8 frames are a stall of 0.1 s.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence as Sequence_
 from heapq import heapify, heappop, heappush
 
@@ -44,10 +43,10 @@ def lacking(left: Column, needy: npt.NDArray[np.bool_], most: int) -> Column:
 def soonest(
     geometry: Geometry, ahead: int, wanted: Sequence_[tuple[Sequence, int]], counts: Column,
     frames: int,
-) -> Counter[Sequence]:  # fmt: skip
+) -> dict[Sequence, int]:  # fmt: skip
     """Who gets so many frames in a step, up to `ahead` beyond what each is wanted to have: one
     after the other, whoever will first have used up all that it has by then."""
-    waiting, found = list[tuple[int, int, int]](), Counter[Sequence]()
+    waiting, found = list[tuple[int, int, int]](), dict[Sequence, int]()
     for at, (seq, used) in enumerate(wanted):
         assert seq.range is not None
         mapped = max(used, seq.range.mapped)
@@ -61,7 +60,8 @@ def soonest(
         if not waiting:
             break
         left_bytes, at, short = heappop(waiting)
-        found[wanted[at][0]] += 1
+        seq = wanted[at][0]
+        found[seq] = found.get(seq, 0) + 1
         if short > 1:
             heappush(waiting, (left_bytes + geometry.frame_bytes, at, short - 1))
     return found

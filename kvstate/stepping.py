@@ -7,7 +7,6 @@ the table once, and remembered until a state changes.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from typing import Final
 
@@ -271,7 +270,7 @@ class Stepping(Core):
     ) -> None:  # fmt: skip
         """Give every sequence that many charged frames, in one pass of maps for all of them. In a
         step margins get a few frames besides."""
-        ahead = Counter[Sequence]() if counts is None else self._provide(wanted, counts)
+        ahead = {} if counts is None else self._provide(wanted, counts)
         plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch, ahead)
         self.actor.run(plan)
         self.flight.settle(plan)
@@ -285,31 +284,31 @@ class Stepping(Core):
         wanted: list[tuple[Sequence, int]],
         what: str,
         batch: Batch | None,
-        ahead: Counter[Sequence],
+        ahead: dict[Sequence, int],
     ) -> Plan:
         if batch is not None and batch.version != self.columns.version:
             self._check_step(batch)
         plan = self._plan_frames(what, _uses(wanted), batch=batch)
         for seq, frames in wanted:
             assert seq.range is not None
-            plan.margin = ahead[seq]
+            plan.margin = ahead.get(seq, 0)
             opened = self.geometry.blocks(seq.capacity_tokens)
             plan.operands = self._growth(plan, seq, seq.range, frames, opened)
             if plan.operands:
                 plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
 
-    def _provide(self, wanted: list[tuple[Sequence, int]], counts: Column) -> Counter[Sequence]:
+    def _provide(self, wanted: list[tuple[Sequence, int]], counts: Column) -> dict[Sequence, int]:
         """How many frames of margin each gets in this step, of those that are free. If these are
         enough for what it needs, all that it maps is in the pool then."""
-        found, ahead = Counter[Sequence](), self.config.gpu.map_ahead_frames
+        found, ahead = dict[Sequence, int](), self.config.gpu.map_ahead_frames
         fresh = missing(_uses(wanted))
         free = self.gpu.free - fresh
         if ahead:
             most = min(free, margins.pace(self.geometry, counts))
             found = margins.soonest(self.geometry, ahead, wanted, counts, most)
-        short = fresh + found.total() - len(self.gpu.pool.ids)
-        if free >= 0 and not self.ladder.create(short):
+        short = fresh + sum(found.values()) - len(self.gpu.pool.ids)
+        if 0 < short and free >= 0 and not self.ladder.create(short):
             found.clear()  # the device is full
         return found
 
