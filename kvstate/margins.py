@@ -44,17 +44,17 @@ def soonest(
     geometry: Geometry, ahead: int, wanted: Sequence_[tuple[Sequence, int]], counts: Column,
     frames: int,
 ) -> dict[Sequence, int]:  # fmt: skip
-    """Who gets so many frames in a step, up to `ahead` beyond what each is wanted to have: one
-    after the other, whoever will first have used up all that it has by then."""
+    """Who gets so many frames in a step, up to `ahead` beyond what each then uses: one after the
+    other, whoever will first have used up all that it has by then; of equals the first."""
     waiting, found = list[tuple[int, int, int]](), dict[Sequence, int]()
-    for at, (seq, used) in enumerate(wanted):
+    for at, (seq, needed) in enumerate(wanted):
         assert seq.range is not None
-        mapped = max(used, seq.range.mapped)
-        short = min(used + ahead, geometry.frames(seq.max_tokens)) - mapped
-        if short > 0:
-            end = seq.scheduled_tokens + counts.item(seq.row)
+        end = seq.scheduled_tokens + counts.item(seq.row)
+        mapped = max(needed, seq.range.mapped)
+        goal = min(geometry.frames(end) + ahead, geometry.frames(seq.max_tokens))
+        if mapped < goal:
             left_bytes = mapped * geometry.frame_bytes - end * geometry.row_bytes
-            waiting.append((left_bytes, at, short))
+            waiting.append((left_bytes, at, goal - mapped))
     heapify(waiting)
     for _ in range(frames):
         if not waiting:

@@ -39,12 +39,19 @@ def growth(
         plan.taken += frames - mapped
         found["fresh"] = ((pool, end - (frames - mapped), end, own),)
     if plan.margin:
-        end = len(pool.ids) - plan.taken
-        plan.taken += plan.margin
-        found["ahead"] = ((pool, end - plan.margin, end, own),)
+        found |= margin(plan, pool, range_)
     if opened < end_block:
         found["opened"] = ((seq.pages if pages is None else pages, opened, end_block),)
     return found
+
+
+def margin(plan: Plan, pool: Frames, range_: Range) -> Operands:
+    """The plan's margin, behind all that is mapped then."""
+    if not plan.margin:
+        return {}
+    end = len(pool.ids) - plan.taken
+    plan.taken += plan.margin
+    return {"ahead": ((pool, end - plan.margin, end, range_.frames),)}
 
 
 def freeing(seq: Sequence, geometry: Geometry, blocks: int) -> Operands:

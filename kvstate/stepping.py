@@ -82,17 +82,18 @@ class Stepping(Core):
         batch.version = self.columns.version
 
     def _wanted(self, batch: Batch, counts: Column, ends: Column) -> list[tuple[Sequence, int]]:
-        """The frames that each needs who must grow, and each whose margin may get a frame now."""
+        """The frames that each needs who must grow; 0 for those whose margins may get one now."""
         rows, wanted = batch.rows, []
         goal = ends[rows]
-        chosen = goal > self.columns.capacity[rows]
-        if self.config.gpu.map_ahead_frames and self.gpu.free:
-            most = margins.pace(self.geometry, counts)
-            chosen[margins.lacking(self.columns.ample[rows] - goal, chosen, most)] = True
-        for at in np.flatnonzero(chosen).tolist():
+        needy = goal > self.columns.capacity[rows]
+        for at in np.flatnonzero(needy).tolist():
             seq, end = batch.seqs[at], int(goal[at])
             self._check_length(seq, "step", 0, end, seq.max_tokens)
             wanted.append((seq, self.geometry.frames(end)))
+        if self.config.gpu.map_ahead_frames and self.gpu.free:
+            left, most = self.columns.ample[rows] - goal, margins.pace(self.geometry, counts)
+            lacking = margins.lacking(left, needy, most).tolist()
+            wanted += [(batch.seqs[at], 0) for at in lacking]
         return wanted
 
     @guarded
@@ -274,8 +275,8 @@ class Stepping(Core):
         plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch, ahead)
         self.actor.run(plan)
         self.flight.settle(plan)
-        for seq, _ in wanted:
-            self._set_capacity(seq)
+        for seq, frames in wanted:
+            self._set_capacity(seq) if frames else seq.set_ample()
 
     def _plan_grow(
         self,
@@ -292,8 +293,11 @@ class Stepping(Core):
         for seq, frames in wanted:
             assert seq.range is not None
             plan.margin = ahead.get(seq, 0)
-            opened = self.geometry.blocks(seq.capacity_tokens)
-            plan.operands = self._growth(plan, seq, seq.range, frames, opened)
+            if frames:
+                opened = self.geometry.blocks(seq.capacity_tokens)
+                plan.operands = self._growth(plan, seq, seq.range, frames, opened)
+            else:
+                plan.operands = runs.margin(plan, self.gpu.pool, seq.range)
             if plan.operands:
                 plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
@@ -308,7 +312,7 @@ class Stepping(Core):
             most = min(free, margins.pace(self.geometry, counts))
             found = margins.soonest(self.geometry, ahead, wanted, counts, most)
         short = fresh + sum(found.values()) - len(self.gpu.pool.ids)
-        if 0 < short and free >= 0 and not self.ladder.create(short):
+        if short > 0 and free >= 0 and not self.ladder.create(short):
             found.clear()  # the device is full
         return found
 
