@@ -484,9 +484,11 @@ class Admission(Stepping):
         return range_, parked is not None
 
     def _margin(self, seq: Sequence, frames: int) -> int:
-        """How far beyond these frames it may be mapped: its prompt is written next."""
-        ahead, prompt = self.config.gpu.map_ahead_frames, len(seq.prompt) // ID_BYTES
-        return ahead and ahead + max(0, self.geometry.frames(prompt) - frames)
+        """How many frames beyond these it will need soon: its prompt is written next."""
+        if not self.config.gpu.map_ahead_frames or not frames:
+            return 0
+        prompt = self.geometry.frames(len(seq.prompt) // ID_BYTES)
+        return min(max(prompt, frames) + 1, self.geometry.frames(seq.max_tokens)) - frames
 
     def _served(self, match: Match, copied: list[Node]) -> list[Run]:
         """The host slots that are read."""

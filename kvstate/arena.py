@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right, insort
 from collections.abc import Container, Iterator, Mapping
-from functools import partial
 from itertools import chain
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -147,12 +146,6 @@ def missing(uses: Uses, margin: int = 0) -> int:
         max(0, max(end, min(end + margin, range_.extent_frames)) - range_.mapped)
         for range_, end in uses.items()
     )
-
-
-def margin_for(uses: Uses, frames: int, most: int) -> int:
-    """The largest margin up to `most`, the same for all, for which so many frames suffice.
-    O(ranges) a halving of `most`."""
-    return bisect_right(range(1, most + 1), frames, key=partial(missing, uses))
 
 
 class Addresses:

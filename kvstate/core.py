@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import Any, Final, TypeVar
 
 from kvstate.act import Actor
-from kvstate.arena import Arena, Range, margin_for, missing
+from kvstate.arena import Arena, Range, missing
 from kvstate.config import Config, Geometry
 from kvstate.device import Device, Event, Stream
 from kvstate.errors import (
@@ -198,19 +198,25 @@ class Core:
         if needed - own > had - promised:
             raise self._short(str(what), needed, "reserve")
 
-    def _plan_frames(self, what: object, uses: dict[Range, int], margin: int) -> Plan:
+    def _plan_frames(
+        self, what: object, uses: dict[Range, int], margin: int = 0, batch: Batch | None = None
+    ) -> Plan:
         """An empty plan that is going to charge each range up to that frame.
 
-        If any must be mapped for that, all of them get the same margin, at most that, from frames
-        in the pool that nobody needs.
+        With a margin, its first frame is mapped too while one is free. A reclaim that cannot be
+        avoided finds all of it, and the first frame of each margin of the batch.
         """
         self._check_promises(what, uses)
-        plan, pooled, fresh = self.flight.plan(), len(self.gpu.pool.ids), missing(uses)
-        if fresh > pooled:
+        pooled, fresh = len(self.gpu.pool.ids), missing(uses)
+        first = missing(uses, 1) - fresh if margin else 0
+        if pooled < fresh or pooled < min(fresh + first, self.gpu.free):
             needed = sum(max(0, end - range_.used) for range_, end in uses.items())
-            raise self._short(str(what), needed, "budget", uses, margin)
-        if fresh and margin:
-            plan.margin = margin_for(uses, pooled, margin)
+            if batch is not None and self.config.gpu.map_ahead_frames:
+                others = {seq.range: 0 for seq in batch.seqs if seq.range is not None}
+                uses, margin = others | uses, 1
+            raise self._short(str(what), needed, "budget", uses, missing(uses, margin) - fresh)
+        plan = self.flight.plan()
+        plan.margin = min(first, pooled - fresh)
         return plan
 
     def _short(
@@ -244,7 +250,7 @@ class Core:
     def _retire(self, seq: Sequence) -> None:
         """A CLOSED sequence gives its row to the next one."""
         row, columns = seq.row, self.columns
-        columns.known[row] = columns.capacity[row] = 0
+        columns.known[row] = columns.capacity[row] = columns.ample[row] = 0
         columns.set_lengths(row, 0)
         seq.row = columns.rows
         columns.free.append(row)

@@ -68,7 +68,7 @@ class OutOfFrames(CapacityError):
         self.uses = uses or {}
         """Ranges whose parked frames the call itself counts on, and up to which frame."""
         self.margin = margin
-        """Frames that each of them gets beyond that, if there is room."""
+        """Frames besides these that will be needed soon."""
         super().__init__(
             f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "
             f"{coming} are coming; refused by the {place}"

@@ -84,7 +84,7 @@ class Plan:
     taken = 0
     """Pooled frames that the plan has taken."""
     margin = 0
-    """Frames that everybody in the plan has mapped beyond what it needs, if there was room."""
+    """Pooled frames that are mapped besides what is needed, for the one that is planned."""
     token: int | None = None
     """The copy that was issued."""
     # A copy of this plan is between a range's base and these host slots, on this side of a stream.

@@ -103,7 +103,7 @@ class Ladder:
             if not self._can_supply(short.needed):
                 return again  # built again, the call says what there is now
             self._reclaim(short)
-            wanted = missing(short.uses, short.margin) - self.gpu.counts[POOLED.code]
+            wanted = missing(short.uses) + min(1, short.margin) - self.gpu.counts[POOLED.code]
             if self.create(min(wanted, self.gpu.counts[ABSENT.code])):
                 return True
             if missing(short.uses) <= self.gpu.counts[POOLED.code]:
@@ -123,9 +123,8 @@ class Ladder:
         self.flight.quiesce()
         self.remap(fresh - gpu.free)
         if fresh > gpu.free:
-            prompt = short.margin - self.ahead_frames
-            wanted = missing(short.uses, prompt + min(1, self.ahead_frames))
-            self.spill(max(wanted - gpu.free, self.least_frames), short.uses)
+            wanted = fresh + short.margin - gpu.free
+            self.spill(max(wanted, self.least_frames), short.uses)
         self.spill_spans(fresh - gpu.free)
 
     def addresses(self) -> bool:
@@ -399,6 +398,8 @@ class Ladder:
 
     def _shortened(self, range_: Range) -> None:
         """Forget the records of pages without memory, and a parked range without frames."""
+        if range_.owner is not None:
+            range_.owner.set_ample()
         del range_.pages.states[self.arena.geometry.blocks_in(range_.mapped) :]
         if not range_.mapped and range_.state == PARKED.code:
             self.arena.unpark(range_)

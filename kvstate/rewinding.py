@@ -130,8 +130,7 @@ class Rewinding(Admission):
         pages = Cells(seq, bytearray(len(seq.pages.states)), seq.pages.counts)
         range_, parked = self._range_for(seq, length_tokens, sharing, [])
         frames = self.geometry.frames(length_tokens)
-        ahead = self.config.gpu.map_ahead_frames
-        plan = self._plan_frames(seq, {range_: frames}, ahead)
+        plan = self._plan_frames(seq, {range_: frames}, self._margin(seq, frames))
         plan.base, plan.stream = range_.base, seq.stream
         at = shared * self.geometry.block_bytes
         size_bytes = length_tokens * self.geometry.row_bytes - at

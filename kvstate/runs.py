@@ -26,7 +26,7 @@ def growth(
     """What makes `frames` of the range charged: first what is mapped already, then pooled frames.
 
     `opened` pages are in use already: of the sequence, or of `pages` that it is about to have.
-    Beyond the frames there is the plan's margin.
+    Behind all that is mapped then comes the plan's margin.
     """
     own, found = range_.frames, Operands()
     mapped, charged = len(own.ids), range_.charged
@@ -38,16 +38,20 @@ def growth(
         end = len(pool.ids) - plan.taken
         plan.taken += frames - mapped
         found["fresh"] = ((pool, end - (frames - mapped), end, own),)
-        mapped = frames
     if plan.margin:
-        ahead = min(frames + plan.margin, range_.extent_frames - range_.shared) - mapped
-        if ahead > 0:
-            end = len(pool.ids) - plan.taken
-            plan.taken += ahead
-            found["ahead"] = ((pool, end - ahead, end, own),)
+        found |= margin(plan, pool, range_)
     if opened < end_block:
         found["opened"] = ((seq.pages if pages is None else pages, opened, end_block),)
     return found
+
+
+def margin(plan: Plan, pool: Frames, range_: Range) -> Operands:
+    """The plan's margin, behind all that is mapped then."""
+    if not plan.margin:
+        return {}
+    end = len(pool.ids) - plan.taken
+    plan.taken += plan.margin
+    return {"ahead": ((pool, end - plan.margin, end, range_.frames),)}
 
 
 def freeing(seq: Sequence, geometry: Geometry, blocks: int) -> Operands:

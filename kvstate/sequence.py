@@ -62,6 +62,8 @@ class Columns:
         """Tokens whose ids were committed."""
         self.capacity: Column = np.zeros(rows + 1, np.int64)
         """Tokens that the mapped and charged memory has room for; 0 unless ACTIVE."""
+        self.ample: Column = np.zeros(rows + 1, np.int64)
+        """Tokens up to which nothing must be charged and no frame of the margin is lacking."""
         self.steps: Column = np.zeros(rows + 1, np.int64)
         """Steps in flight."""
         self.life: Column = np.zeros(rows + 1, np.int64)
@@ -337,11 +339,20 @@ class Sequence(Handle):
         """Its range, if it has one, has room for so many tokens. The one place that counts what was
         promised: that is what a range has not."""
         self.columns.capacity[self.row] = tokens
+        self.set_ample()
         if self.reserves:
             whole, range_ = self.kv.geometry.frames(self.max_tokens), self.range
             promised = 0 if range_ is None else max(0, whole - range_.used)
             self.columns.promised_frames += promised - self.promised_frames
             self.promised_frames = promised
+
+    def set_ample(self) -> None:
+        """Its range, if it has one, is mapped as far as it is now."""
+        tokens, range_, geometry = self.capacity_tokens, self.range, self.kv.geometry
+        ahead = self.kv.config.gpu.map_ahead_frames
+        if ahead and range_ is not None and range_.mapped < geometry.frames(self.max_tokens):
+            tokens = min(tokens, geometry.tokens(range_.mapped - ahead))
+        self.columns.ample[self.row] = tokens
 
     def forget_tokens(self) -> None:
         """Its bytes are gone: it has no tokens. Their ids are remembered, for a hit later."""

@@ -13,8 +13,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstate import runs, values
-from kvstate.arena import Range
+from kvstate import margins, runs, values
+from kvstate.arena import Range, missing
 from kvstate.core import Core
 from kvstate.errors import ArgumentError, IllegalTransition
 from kvstate.guard import guarded
@@ -49,21 +49,22 @@ class Stepping(Core):
         """Issue a step: room and positions for the next tokens of every sequence of the batch.
 
         `tokens` is one number for all, or one for each (chunks, drafts). Maps what must grow, in
-        one pass, or raises OutOfFrames with nothing changed. Launch the step's work before the
-        next call that takes memory from one of its sequences. Cost: numpy over the rows, and
-        Python only for sequences that cross a frame, or with margins for all when one is mapped.
+        one pass, or raises OutOfFrames with nothing changed; with margins also a few frames that
+        will be needed soon. Launch the step's work before the next call that takes memory from one
+        of its sequences. Cost: numpy over the rows, and Python only for sequences that cross a
+        frame or get one.
         """
         self._enter(batch, Batch)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
         ends = columns.scheduled + counts
-        over = (ends > columns.capacity) & batch.named
-        wanted = self._wanted(batch, over, ends) if np.count_nonzero(over) else []
+        over = (ends > columns.ample) & batch.named
+        wanted = self._wanted(batch, counts, ends) if np.count_nonzero(over) else []
         if self.mirrors is not None:
             self.mirrors.copy_out()
         if wanted:
-            self._grow(wanted, f"a step of {len(batch)} sequences", batch)
+            self._grow(wanted, f"a step of {len(batch)} sequences", batch, counts)
             ends = columns.scheduled + counts
         self.life.change()
         self._stepped += 1
@@ -81,24 +82,20 @@ class Stepping(Core):
         batch.streams = list({id(seq.stream): seq.stream for seq in batch.seqs}.values())
         batch.version = self.columns.version
 
-    def _wanted(
-        self, batch: Batch, over: npt.NDArray[np.bool_], ends: Column
-    ) -> list[tuple[Sequence, int]]:
-        """The frames that each needs who must grow, and with a margin those of everybody."""
-        wanted = []
-        for seq in batch.seqs:
-            if over[seq.row]:
-                end = int(ends[seq.row])
-                self._check_length(seq, "step", 0, end, seq.max_tokens)
-                wanted.append((seq, self.geometry.frames(end)))
-        if self.config.gpu.map_ahead_frames and any(_maps(*pair) for pair in wanted):
-            wanted += self._as_they_are(seq for seq in batch.seqs if not over[seq.row])
+    def _wanted(self, batch: Batch, counts: Column, ends: Column) -> list[tuple[Sequence, int]]:
+        """The frames that each needs who must grow; 0 for those whose margins may get one now."""
+        rows, wanted = batch.rows, []
+        goal = ends[rows]
+        needy = goal > self.columns.capacity[rows]
+        for at in np.flatnonzero(needy).tolist():
+            seq, end = batch.seqs[at], int(goal[at])
+            self._check_length(seq, "step", 0, end, seq.max_tokens)
+            wanted.append((seq, self.geometry.frames(end)))
+        if self.config.gpu.map_ahead_frames and self.gpu.free:
+            left, most = self.columns.ample[rows] - goal, margins.pace(self.geometry, counts)
+            lacking = margins.lacking(left, needy, most).tolist()
+            wanted += [(batch.seqs[at], 0) for at in lacking]
         return wanted
-
-    def _as_they_are(self, seqs: Iterable[Sequence]) -> list[tuple[Sequence, int]]:
-        """Those who need no frames now, so that they get their margin in the same call: else each
-        of many would soon make one for itself."""
-        return [(seq, seq.range.used) for seq in seqs if seq.range is not None]
 
     @guarded
     def settle(self, step: Step, accepted: npt.ArrayLike | None = None) -> tuple[Sequence, ...]:
@@ -274,14 +271,17 @@ class Stepping(Core):
     # Growth.
 
     def _grow(
-        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None
-    ) -> None:
-        """Give every sequence that many charged frames, in one pass of maps for all of them."""
-        plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch)
+        self, wanted: list[tuple[Sequence, int]], what: str, batch: Batch | None = None,
+        counts: Column | None = None,
+    ) -> None:  # fmt: skip
+        """Give every sequence that many charged frames, in one pass of maps for all of them. In a
+        step margins get a few frames besides."""
+        ahead = {} if counts is None else self._provide(wanted, counts)
+        plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch, ahead)
         self.actor.run(plan)
         self.flight.settle(plan)
-        for seq, _ in wanted:
-            self._set_capacity(seq)
+        for seq, frames in wanted:
+            self._set_capacity(seq) if frames else seq.set_ample()
 
     def _plan_grow(
         self,
@@ -290,17 +290,36 @@ class Stepping(Core):
         wanted: list[tuple[Sequence, int]],
         what: str,
         batch: Batch | None,
+        ahead: dict[Sequence, int],
     ) -> Plan:
         if batch is not None and batch.version != self.columns.version:
             self._check_step(batch)
-        uses = {seq.range: frames for seq, frames in wanted if seq.range is not None}
-        plan = self._plan_frames(what, uses, self.config.gpu.map_ahead_frames)
-        for (seq, frames), range_ in zip(wanted, uses, strict=True):
-            opened = self.geometry.blocks(seq.capacity_tokens)
-            plan.operands = self._growth(plan, seq, range_, frames, opened)
+        plan = self._plan_frames(what, _uses(wanted), batch=batch)
+        for seq, frames in wanted:
+            assert seq.range is not None
+            plan.margin = ahead.get(seq, 0)
+            if frames:
+                opened = self.geometry.blocks(seq.capacity_tokens)
+                plan.operands = self._growth(plan, seq, seq.range, frames, opened)
+            else:
+                plan.operands = runs.margin(plan, self.gpu.pool, seq.range)
             if plan.operands:
                 plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
+
+    def _provide(self, wanted: list[tuple[Sequence, int]], counts: Column) -> dict[Sequence, int]:
+        """How many frames of margin each gets in this step, of those that are free. If these are
+        enough for what it needs, all that it maps is in the pool then."""
+        found, ahead = dict[Sequence, int](), self.config.gpu.map_ahead_frames
+        fresh = missing(_uses(wanted))
+        free = self.gpu.free - fresh
+        if ahead:
+            most = min(free, margins.pace(self.geometry, counts))
+            found = margins.soonest(self.geometry, ahead, wanted, counts, most)
+        short = fresh + sum(found.values()) - len(self.gpu.pool.ids)
+        if short > 0 and free >= 0 and not self.ladder.create(short):
+            found.clear()  # the device is full
+        return found
 
     def _growth(
         self, plan: Plan, seq: Sequence, range_: Range, frames: int, opened: int,
@@ -310,6 +329,6 @@ class Stepping(Core):
         return runs.growth(plan, self.gpu.pool, self.geometry, seq, range_, frames, opened, pages)
 
 
-def _maps(seq: Sequence, frames: int) -> bool:
-    """So many frames are more than are mapped for the sequence."""
-    return seq.range is not None and frames > seq.range.mapped
+def _uses(wanted: Iterable[tuple[Sequence, int]]) -> dict[Range, int]:
+    """The same by ranges."""
+    return {seq.range: frames for seq, frames in wanted if seq.range is not None}

@@ -39,6 +39,7 @@ def view(kv: Manager) -> View:
         protected_share=kv.config.gpu.protected_share,
         max_utilization=kv.config.max_utilization_for_resume,
         budget_frames=kv.gpu.budget_frames,
+        ahead_frames=kv.config.gpu.map_ahead_frames,
         arena_base=kv.arena.base,
         arena_bytes=geometry.arena_bytes,
         free_addresses=tuple(
@@ -93,6 +94,7 @@ def _sequence(seq: Sequence) -> SequenceFact:
         settled=seq.length_tokens,
         known=seq.committed_tokens,
         capacity=seq.capacity_tokens,
+        ample=seq.columns.ample.item(seq.row),
         steps=seq.steps,
         held_tokens=seq.held_tokens,
         pages=bytes(seq.pages.states),

@@ -13,7 +13,7 @@ from typing import Final
 from attrs import evolve
 
 from kvstate.spec import frame, host, page, sequence
-from kvstate.spec.facts import BlockFact, Failure, Ledger, SequenceFact, View
+from kvstate.spec.facts import BlockFact, Failure, Ledger, SequenceFact, StepFact, View
 from kvstate.spec.index_laws import FILLED, slot_state
 from kvstate.spec.memory_laws import charged
 from kvstate.spec.span_laws import Memory, remapped
@@ -58,8 +58,8 @@ def all_or_nothing(before: View, after: View, failed: Failure) -> Iterator[str]:
 
 def _same(seq: SequenceFact) -> SequenceFact:
     """What a failed call must not change. Whose page is canonical may have changed: it may have
-    evicted somebody else's."""
-    return evolve(seq, pages=seq.pages.translate(_ROLES), blocks=())
+    evicted somebody else's; and how much of its margin is there."""
+    return evolve(seq, pages=seq.pages.translate(_ROLES), blocks=(), ample=0)
 
 
 def _memory(view: View) -> dict[int | None, Memory]:
@@ -132,6 +132,28 @@ def fresh_tables(before: View, after: View) -> Iterator[str]:
 
 def _runs_on(before: SequenceFact, after: SequenceFact) -> bool:
     return before.state == after.state == sequence.ACTIVE.code
+
+
+def margins_are_spread(before: View, after: View) -> Iterator[str]:
+    """A call maps few frames that nobody needs yet: one for each sequence that gets a range, and in
+    a step one more than its tokens fill, where a sequence counts for two at the most."""
+    told = {step.number for step in before.steps}
+    most = sum(_pace(after, step) for step in after.steps if step.number not in told)
+    ahead = 0
+    for fact in (fact for fact in after.ranges if fact.owner is not None):
+        was = before.range_of.get(fact.number)
+        most += was is None or was.owner != fact.owner
+        ahead += len({*fact.frame_ids[charged(fact) :]} - {*(was.frame_ids if was else ())})
+    if ahead > most:
+        yield f"{ahead} frames were mapped ahead in one call, which may map {most}"
+
+
+def _pace(view: View, step: StepFact) -> int:
+    """How many frames a step may map ahead."""
+    filled = [(end - first) * view.row_bytes for _, first, end in step.issued]
+    whole = sum(size >= view.frame_bytes for size in filled)
+    rest = sum(size for size in filled if size < view.frame_bytes)
+    return 2 * whole + rest // max(1, view.frame_bytes) + 1
 
 
 def victims_are_leaves(before: View, after: View) -> Iterator[str]:

@@ -28,6 +28,8 @@ class SequenceFact:
     settled: int
     known: int
     capacity: int
+    ample: int
+    """Tokens up to which it is said to need no frame and to lack none of its margin."""
     steps: int
     held_tokens: int
     pages: bytes
@@ -295,6 +297,8 @@ class View:
     protected_share: float
     max_utilization: float
     budget_frames: int
+    ahead_frames: int
+    """What every running sequence has mapped beyond its need, while frames are to spare."""
     arena_base: int
     arena_bytes: int
     free_addresses: tuple[tuple[int, int], ...]

@@ -115,6 +115,8 @@ LAWS: Final = (
         progress_laws.nobody_circles),
     Law(12, "starvation", "fair", "whoever was admitted can be finished, whatever state it is in",
         progress_laws.all_finish),
+    Law(12, "margins", "call", "no call is long because of what nobody needs yet",
+        call_laws.margins_are_spread),
     Law(14, "groups agree", "always",
         "a known prefix is there in every layer group, in common units",
         sequence_laws.groups_agree),

@@ -148,6 +148,17 @@ def counters_are_sums(view: View) -> Iterator[str]:
             tokens = frames * view.frame_bytes // max(1, view.row_bytes)
             if seq.capacity != min(tokens, seq.max_tokens):
                 yield f"sequence {seq.uid} has capacity {seq.capacity}, its frames hold {tokens}"
+        if seq.ample != _ample(view, seq, fact):
+            yield f"sequence {seq.uid} is said to lack nothing up to {seq.ample} of {seq.capacity}"
+
+
+def _ample(view: View, seq: SequenceFact, fact: RangeFact | None) -> int:
+    """Up to how many tokens a sequence needs no frame and has all of its margin."""
+    frames = 0 if fact is None else len(mapped(view, fact))
+    if not view.ahead_frames or fact is None or frames >= frames_of(view, seq.max_tokens):
+        return seq.capacity
+    left = (frames - view.ahead_frames) * view.frame_bytes // max(1, view.row_bytes)
+    return min(seq.capacity, left)
 
 
 def _objects(view: View) -> Iterator[str]:

@@ -14,7 +14,7 @@ from typing import Any, Final
 import pytest
 from attrs import evolve
 
-from kvstate import Manager, Sequence
+from kvstate import Manager, Sequence, margins
 from kvstate.admission import Admission
 from kvstate.arena import Arena
 from kvstate.core import Core
@@ -278,6 +278,18 @@ def test_what_a_step_was_told_stays_so(moment: View) -> None:
         assert any(says in line for line in check(moment, after)), says
 
 
+def _writes(kv: Manager) -> None:
+    said(kv, PROMPT[:1])
+
+
+def test_margins_that_are_made_all_at_once_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    Mistake(
+        "margins are made all at once", around(margins, "pace", lambda *_: 100), _writes,
+        "margins", "3 frames were mapped ahead in one call, which may map 1",
+        {"map_ahead_frames": 3},
+    ).show(monkeypatch)  # fmt: skip
+
+
 # The end.
 
 
@@ -348,6 +360,7 @@ def test_a_manager_at_rest_can_be_used_again(open_manager: Open) -> None:
 
 ELSEWHERE: Final = {
     "fresh tables": "above",
+    "margins": "above",
     "remaps": "tests/test_spans.py",
     "livelock": "tests/test_progress.py",
     "starvation": "tests/test_progress.py",

@@ -82,6 +82,24 @@ def test_nothing_is_refused_for_a_margin(open_manager: Open) -> None:
         kv.step(kv.batch([seq]), 1)
 
 
+def test_a_margin_of_which_the_device_has_a_part_is_that_part(open_manager: Open) -> None:
+    """Four frames are needed, six are there, and the margin would be 64."""
+    kv = open_manager(frames=128, map_ahead_frames=64, max_tokens=512)
+    seq = kv.create(max_tokens=512)
+    seq.resume()
+    batch = kv.batch([seq])
+    limit(kv, 6)
+    kv.settle(kv.step(batch, 15))
+    assert kv.stats().frames == {"MAPPED": 4, "POOLED": 2, "DENIED": 122}
+    for parked in (1, 2, 2):
+        kv.settle(kv.step(batch, 0))
+        assert kv.stats().frames.get("PARKED") == parked
+    kv.settle(kv.step(batch, 9))
+    assert kv.stats().frames == {"MAPPED": 6, "DENIED": 122}
+    with pytest.raises(OutOfFrames):
+        kv.step(batch, 1)
+
+
 def test_what_others_give_back_counts_from_the_next_poll_on(open_manager: Open) -> None:
     kv = open_manager()
     limit(kv, 1)

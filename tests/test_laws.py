@@ -23,6 +23,7 @@ from kvstate.index import Index
 from kvstate.keys import Identity
 from kvstate.mirrors import Mirrors
 from kvstate.plan import Cells
+from kvstate.reclaim import Ladder
 from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spans import Span, Spans
@@ -136,6 +137,20 @@ def _range_uncounted(right: object, range_: Range, code: int) -> None:
     range_.state = code
 
 
+def _not_missed(right: Callable[..., None], ladder: Ladder, range_: Range) -> None:
+    owner = range_.owner
+    before = None if owner is None else owner.columns.ample.copy()
+    right(ladder, range_)
+    if owner is not None:
+        owner.columns.ample = before
+
+
+def _taken(kv: Manager) -> None:
+    """The margin of a running sequence is unmapped."""
+    said(kv, PROMPT[:1])
+    kv.trim()
+
+
 def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
     seq.columns.capacity[seq.row] = tokens
 
@@ -197,6 +212,9 @@ SEQUENCES: Final = (
     Mistake("what is needed of a chain is not counted", around(Span, "need", _needed_alone),
             _turns_that_leave, "counters are sums", "frames of spans are said to be spare",
             {"slots": 0, "frames": 24, "max_tokens": 24, "spans": "all"}),
+    Mistake("a margin that was taken is not missed",
+            around(Ladder, "_shortened", _not_missed), _taken, "counters are sums",
+            "is said to lack nothing up to 4 of 4", {"map_ahead_frames": 1}),
     Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
             lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
             "0 frames are said to be promised, 4 are"),

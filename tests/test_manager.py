@@ -161,10 +161,10 @@ def test_resize_grows_and_gives_back_in_place(open_manager: Open) -> None:
 def test_mapping_ahead_is_charged_to_nobody(open_manager: Open) -> None:
     """Report S11."""
     kv = open_manager(map_ahead_frames=2)
-    seq = start(kv, 1)
+    seq = start(kv, 4)
     assert kv.stats().frame_charges == {"sequence": 1, "parked": 2}
     before = calls(kv)
-    fill(kv, seq, 8)
+    seq.resize(12)
     assert made(kv, before) == {}
     assert kv.stats().frame_charges == {"sequence": 3}
 

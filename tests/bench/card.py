@@ -2,12 +2,12 @@
 
     PYTHONPATH=. python tests/bench/card.py all --json card.json
 
-or one of `calls`, `steady`, `copies`, `checks`, `frames`, `attention`, `sharing`, `admission` in
-place of `all`; `sharing` takes `admission` with it, unless `--part` says otherwise. With `--device
-host --tiny` the same code runs in seconds without a GPU: to rehearse, not to measure. `all` takes
-about six minutes on an H200. Up to 100 GiB of its memory and 30 GiB of the host's are for
-`sharing`; the others take 32 GiB and 4 GiB. The JSON document is written again after each
-benchmark, so that one that is stopped leaves what it has.
+or one of `calls`, `steady`, `copies`, `checks`, `frames`, `margins`, `attention`, `sharing`,
+`admission` in place of `all`; `sharing` takes `admission` with it, unless `--part` says otherwise.
+With `--device host --tiny` the same code runs in seconds without a GPU: to rehearse, not to
+measure. `all` takes about six minutes on an H200. Up to 100 GiB of its memory and 30 GiB of the
+host's are for `sharing`; the others take 32 GiB and 4 GiB. The JSON document is written again after
+each benchmark, so that one that is stopped leaves what it has.
 
 A benchmark that moves a wrong byte fails. Exit codes: 0 all ran, 1 one failed, 2 misuse. Not a
 test: machines differ and are shared; what is compared is ours and the raw calls of the same run
@@ -41,12 +41,13 @@ from tests.bench.card_checks import checks
 from tests.bench.card_common import Card, Report
 from tests.bench.card_copies import copies
 from tests.bench.card_frames import frames
+from tests.bench.card_margins import margins
 from tests.bench.card_sharing import DEFAULTS, Settings, admission, sharing
 
 Bench = Callable[[Card], Report]
 BENCHES: Final[dict[str, Bench]] = {
     "calls": calls, "steady": steady, "copies": copies, "checks": checks, "frames": frames,
-    "attention": attention, "sharing": sharing, "admission": admission,
+    "margins": margins, "attention": attention, "sharing": sharing, "admission": admission,
 }  # fmt: skip
 
 KIND: Final = re.compile(r"cuda(:\d+)?|host")
@@ -162,11 +163,11 @@ def _measure(
     raise typer.Exit(0 if held else 1)
 
 
-def _command(benches: Mapping[str, Bench]) -> Callable[..., None]:
+def _command(benches: Mapping[str, Bench], kinds: re.Pattern[str] = KIND) -> Callable[..., None]:
     def command(
         device: DeviceOption = "cuda", tiny: TinyOption = False, json: JsonOption = None
     ) -> None:
-        _measure(benches, device, tiny, json)
+        _measure(benches, device, tiny, json, kinds)
 
     return command
 
@@ -206,7 +207,8 @@ def _sharing(
 
 for _name, _bench in BENCHES.items():
     if _bench is not sharing:
-        app.command(_name, help=_bench.__doc__)(_command({_name: _bench}))
+        _kinds = BOOKS_TOO if _bench is margins else KIND
+        app.command(_name, help=_bench.__doc__)(_command({_name: _bench}, _kinds))
 app.command("sharing", help="Serving runs that share prompts, and single admissions.")(_sharing)
 app.command("all", help="All of them, one after the other.")(_command(BENCHES))
 

@@ -392,7 +392,7 @@ MEMORY: Final = (
         fault=Fault(
             "nobody asks how long a sequence may become",
             "kvstate/stepping.py",
-            '                self._check_length(seq, "step", 0, end, seq.max_tokens)\n',
+            '            self._check_length(seq, "step", 0, end, seq.max_tokens)\n',
             "",
             "B88",
         ),

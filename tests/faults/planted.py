@@ -219,16 +219,22 @@ FAULTS = (
     ),
     Fault(
         "the margin takes frames that a later member needs",
-        "kvstate/core.py",
-        "plan.margin = margin_for(uses, pooled, margin)\n",
-        "plan.margin = margin\n",
+        "kvstate/stepping.py",
+        "free = self.gpu.free - fresh\n",
+        "free = self.gpu.free\n",
         "S11",
+    ),
+    Fault(
+        "all margins are made in one step",
+        "kvstate/margins.py",
+        "+ int(newcomers) + 1\n",
+        "+ int(newcomers) + 100\n",
     ),
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        '{len(batch)} sequences", batch)\n            ends = columns.scheduled + counts\n',
-        '{len(batch)} sequences", batch)\n',
+        '{len(batch)} sequences", batch, counts)\n            ends = columns.scheduled + counts\n',
+        '{len(batch)} sequences", batch, counts)\n',
         "B65",
     ),
     Fault(
