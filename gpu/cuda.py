@@ -77,10 +77,10 @@ class CudaStream(Handle):
 class CudaEvent(Handle):
     """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
 
-    __slots__ = ("device", "handle", "stream")
+    __slots__ = ("device", "handle", "number", "stream")
 
-    def __init__(self, device: CudaDevice, handle: Any, stream: int) -> None:
-        self.device, self.handle, self.stream = device, handle, stream
+    def __init__(self, device: CudaDevice, handle: Any, stream: int, number: int) -> None:
+        self.device, self.handle, self.stream, self.number = device, handle, stream, number
 
     def __del__(self) -> None:
         # May run on any thread: it only puts the handle back, and calls no driver.
@@ -125,6 +125,8 @@ class CudaDevice(Books):
         """Streams that only wait for events of other libraries, and the last point of each."""
         self.busy: set[int] = set()
         """Streams on which something may have been issued since they were last waited for."""
+        self._recorded = 0
+        """Events so far: their numbers."""
         self._capturing: list[int] = []
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
@@ -482,7 +484,8 @@ class CudaDevice(Books):
         except IndexError:
             self._events.append(self.driver.call(self.api.cuEventCreate, NO_TIMING))
             handle = self._events[-1]
-        return CudaEvent(self, handle, stream)
+        self._recorded += 1
+        return CudaEvent(self, handle, stream, self._recorded)
 
     def handle_of(self, stream: Stream) -> int:
         """The driver's handle of a stream: ours, a number, or another library's object."""

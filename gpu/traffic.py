@@ -161,20 +161,22 @@ class Traffic:
     def _pump(self) -> None:
         """Put on their streams, the oldest first, copies whose events have passed, those to the
         host while the pace allows."""
-        late: set[int] = set()
+        late: dict[int, int] = {}
         for one in tuple(self._waiting):
             if self._may_begin(one, late) and self._issue(one):
                 self._waiting.remove(one)
 
-    def _may_begin(self, one: Pending, late: set[int]) -> bool:
-        """All its events have passed. Of each stream only the oldest is asked: on those that are
-        `late` it has not."""
-        while one.waits and one.waits[0].stream not in late:
-            if not self._has_passed(one, one.waits[0]):
-                late.add(one.waits[0].stream)
+    def _may_begin(self, one: Pending, late: dict[int, int]) -> bool:
+        """All its events have passed. `late` has an event of each stream that has not, by number:
+        then no later one of that stream has, and it is not asked."""
+        while one.waits:
+            event = one.waits[0]
+            behind = event.stream in late and event.number >= late[event.stream]
+            if behind or not self._has_passed(one, event):
+                late[event.stream] = min(event.number, late.get(event.stream, event.number))
                 return False
             del one.waits[0]
-        return not one.waits
+        return True
 
     def _has_passed(self, one: Pending, event: CudaEvent) -> bool:
         """Whether an event has passed. If the driver cannot tell, the copy fails, and the event has

@@ -61,6 +61,17 @@ def test_a_late_event_holds_back_its_copy_alone(cuda: Rig) -> None:
     assert cuda.device.finish([fence, waiting]) == [(fence, True), (waiting, True)]
 
 
+def test_an_early_event_is_not_late_because_a_later_one_of_its_stream_is(cuda: Rig) -> None:
+    address, host, stream = cuda.mapped(1), cuda.device.host_reserve(8192), cuda.device.stream()
+    early = cuda.device.record(stream)
+    inside(cuda).stopper.stop(stream.handle)
+    late = cuda.device.record(stream)
+    waiting = cuda.device.copy(OUT, [CopyRun(host, address, 4096)], [late])
+    other = cuda.device.copy(OUT, [CopyRun(host + 4096, address, 4096)], [early])
+    assert cuda.device.finish([other]) == [(other, True)]
+    assert cuda.device.ledger().copies == {waiting}
+
+
 def test_copies_on_the_device_do_not_wait_for_loads(cuda: Rig) -> None:
     address, host = cuda.mapped(2), cuda.device.host_reserve(4096)
     half = address + cuda.frame_bytes
