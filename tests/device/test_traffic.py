@@ -7,12 +7,12 @@ however slow the machine is.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import pytest
 
-from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, StreamCaptured
-from kvstate.device import CopyRun, Direction, FillRun, MapRun
+from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence, StreamCaptured
+from kvstate.device import ByteDevice, CopyRun, Direction, FillRun, MapRun
 from kvstate.errors import DeviceError
 from kvstate.gpu import open_device
 from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, segments
@@ -218,23 +218,47 @@ def test_a_device_is_not_closed_under_a_capture(cuda: Rig) -> None:
     assert device.closed  # type: ignore[attr-defined]
 
 
+CONFIG: Final = Config(
+    layers=[LayerSpec(kv_heads=8, head_dim=128, dtype="float16")],
+    gpu=GpuTier(16 * CUDA_FRAME, CUDA_FRAME), host=HostTier(16 * CUDA_FRAME), max_tokens=4096,
+)  # fmt: skip
+ROWS: Final = 1300
+
+
+def running(kv: Manager, device: ByteDevice, stream: Any) -> Sequence:
+    """A sequence with settled tokens, whose bytes are there."""
+    device.set_rows(kv.geometry.row_bytes)
+    seq = kv.create(max_tokens=4096)
+    seq.resume(stream)
+    step = kv.step(kv.batch([seq]), ROWS)
+    device.write(stream, segments((seq.base or 0, 0, ROWS, 5)))
+    device.synchronize(stream)
+    kv.settle(step)
+    return seq
+
+
+def test_a_fork_does_not_wait_behind_loads(cuda: Rig) -> None:
+    device = open_device("cuda", limit_s=0.5)
+    kv = Manager(CONFIG, device)
+    stream = device.stream()
+    parent, other = running(kv, device, stream), running(kv, device, stream)
+    other.suspend()
+    kv.wait(other)
+    device.fail_next("hang")
+    other.resume(device.stream())
+    child = parent.fork(stream=stream)
+    assert [end.ok for end in kv.wait(child)] == [True]
+    assert other.loading
+    device.wake()
+    kv.close()
+
+
 def test_a_suspend_under_a_capture_is_refused_and_loses_nothing(cuda: Rig) -> None:
-    """In an engine that captures its decode step (cases, "On a card")."""
-    config = Config(
-        layers=[LayerSpec(kv_heads=8, head_dim=128, dtype="float16")],
-        gpu=GpuTier(16 * CUDA_FRAME, CUDA_FRAME), host=HostTier(16 * CUDA_FRAME), max_tokens=4096,
-    )  # fmt: skip
+    """In an engine that captures its decode step."""
     device = open_device("cuda")
-    with Manager(config, device) as kv:
-        device.set_rows(kv.geometry.row_bytes)
+    with Manager(CONFIG, device) as kv:
         stream = device.stream()
-        seq = kv.create(max_tokens=4096)
-        seq.resume(stream)
-        step = kv.step(kv.batch([seq]), 1300)
-        rows = 1300
-        device.write(stream, segments((seq.base or 0, 0, rows, 5)))
-        device.synchronize(stream)
-        kv.settle(step)
+        seq = running(kv, device, stream)
         device.capture([stream])
         with pytest.raises(StreamCaptured):
             seq.suspend()
@@ -243,6 +267,6 @@ def test_a_suspend_under_a_capture_is_refused_and_loses_nothing(cuda: Rig) -> No
         seq.suspend()
         kv.wait(seq)
         seq.resume(stream)
-        check = device.verify(stream, segments((seq.base or 0, 0, rows, 5)))
+        check = device.verify(stream, segments((seq.base or 0, 0, ROWS, 5)))
         device.synchronize(stream)
         assert list(check.wrong) == [0]

@@ -11,6 +11,7 @@ from attrs import frozen
 from tests.faults.planted import Fault
 
 CUDA_TESTS = "tests/device/test_cuda.py"
+TRAFFIC_TESTS = "tests/device/test_traffic.py"
 
 
 @frozen
@@ -125,5 +126,34 @@ CARD_FAULTS = (
         "list(self.device.pinned.pieces(runs, most_bytes))",
         "list(runs)",
         test=f"{CUDA_TESTS}::test_a_copy_may_cross_registered_units",
+    ),
+    CardFault(
+        "copies on the device queue behind loads",
+        "kvstate/act.py",
+        "direction = Direction.IN if loads else Direction.WITHIN",
+        "direction = Direction.IN",
+        test=f"{TRAFFIC_TESTS}::test_a_fork_does_not_wait_behind_loads",
+    ),
+    CardFault(
+        "a copy waits for its event on its stream",
+        "gpu/traffic.py",
+        "        for event in waits if followers else ():\n",
+        "        followers, waits = followers or [0], waits\n        for event in waits:\n",
+        test=f"{TRAFFIC_TESTS}::test_a_late_event_holds_back_its_copy_alone",
+    ),
+    CardFault(
+        "each copy in flight is asked",
+        "gpu/traffic.py",
+        "            while lane and lane[0].done is not None and",
+        "            for one in lane:\n                self.driver.ready(one.done.handle)\n"
+        "            while lane and lane[0].done is not None and",
+        test=f"{TRAFFIC_TESTS}::test_a_poll_asks_for_the_oldest_of_each_stream",
+    ),
+    CardFault(
+        "nobody asks whether a stream is being captured",
+        "gpu/cuda.py",
+        "        if self.driver.capturing(handle):\n",
+        "        if False:\n",
+        test=f"{TRAFFIC_TESTS}::test_a_stream_that_is_captured_is_refused_and_stays_so",
     ),
 )  # fmt: skip
