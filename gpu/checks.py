@@ -65,7 +65,8 @@ class CudaCheck:
     @property
     def done(self) -> bool:
         """The check has run."""
-        return self._scratch is None or self._checker.passed(self._scratch)
+        with self._checker.device.driver.here():
+            return self._scratch is None or self._checker.passed(self._scratch)
 
     @property
     def wrong(self) -> list[int]:
@@ -82,7 +83,8 @@ class CudaCheck:
 
     def _read(self) -> None:
         if self._scratch is not None:
-            launched = self._checker.flags(self._scratch, self._launched)
+            with self._checker.device.driver.here():
+                launched = self._checker.flags(self._scratch, self._launched)
             self._scratch = None
             # Segments that are not there were not launched: all their rows are wrong.
             self._found = [
@@ -104,7 +106,7 @@ class Checker:
         self._all: list[Scratch] = []
         call, api = device.driver.call, device.api
         self.table = int(call(api.cuMemAlloc, TABLE_ROWS * 16))
-        call(api.cuMemsetD8, self.table, 0, TABLE_ROWS * 16)
+        call(api.cuMemsetD8Async, self.table, 0, TABLE_ROWS * 16, device.own)
         self.bases: dict[int, int] = {}
         """What was published last, by row."""
         self._warm_up()
@@ -115,13 +117,13 @@ class Checker:
         scratch = self._take(LEAST_BYTES)
         segments = np.zeros(1, DEVICE_SEGMENT)
         segments["address"], segments["count"], segments["row"] = scratch.device + 4096, 1, -1
-        self._launch(0, segments, scratch, verify=None)
-        self._launch(0, segments, scratch, verify=(1, 0))
-        device.kernels.spin(0, 1)
-        self._give(0, scratch)
-        self.strays(0, [FillRun(self.table, 16)], b"\0\1")
-        self.publish(0, [0], [0], [0])
-        device.driver.call(device.api.cuCtxSynchronize)
+        self._launch(device.own, segments, scratch, verify=None)
+        self._launch(device.own, segments, scratch, verify=(1, 0))
+        device.kernels.spin(device.own, 1)
+        self._give(device.own, scratch)
+        self.strays(device.own, [FillRun(self.table, 16)], b"\0\1")
+        self.publish(device.own, [0], [0], [0])
+        device.driver.call(device.api.cuStreamSynchronize, device.own)
 
     def publish(
         self, stream: int, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]

@@ -39,9 +39,10 @@ from kvstate.device import (
     UnmapRun,
 )
 from kvstate.errors import ConfigError, DeviceError, DeviceFault, DeviceFull, StreamCaptured
+from kvstate.gpu import foreign
 from kvstate.gpu.books import Books, Undo
 from kvstate.gpu.checks import Checker, CudaCheck
-from kvstate.gpu.driver import Driver
+from kvstate.gpu.driver import Driver, on_card
 from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
 from kvstate.gpu.stopper import Stopper
@@ -120,7 +121,6 @@ class CudaDevice(Books):
         self._regions: list[tuple[int, int]] = []
         """(first address, bytes) of each reservation of the driver's."""
         self._made = 0
-        self._own = self._new_stream()
         self._gates: dict[int, CudaEvent] = {}
         """Streams that only wait for events of other libraries, and the last point of each."""
         self.busy: set[int] = set()
@@ -133,9 +133,11 @@ class CudaDevice(Books):
         self.limit_s = limit_s
         self.pinned = Pinned(driver, self)
         self.stopper = Stopper(driver)
-        self.kernels = Kernels(driver)
-        self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
-        self.checker = Checker(self)
+        with driver.here():
+            self.own = self._new_stream()
+            self.kernels = Kernels(driver)
+            self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
+            self.checker = Checker(self)
         self.closed = False
 
     @property
@@ -173,10 +175,11 @@ class CudaDevice(Books):
 
     # Addresses and frames.
 
+    @on_card
     def reserve(self, size_bytes: int, align_bytes: int) -> int:
         """Reserve addresses; more than asked for, if the alignment is none that the driver
         takes."""
-        self._enter("reserve")
+        self.enter("reserve")
         power = align_bytes & (align_bytes - 1) == 0
         unit = self.granularity_bytes
         size = -(-(size_bytes + (0 if power else align_bytes)) // unit) * unit
@@ -187,19 +190,21 @@ class CudaDevice(Books):
         self.reservations[address] = size_bytes
         return address
 
+    @on_card
     def unreserve(self, address: int) -> None:
         """Give the addresses back."""
-        self._enter("unreserve")
+        self.enter("unreserve")
         self.check_unreserve(address)
         region = next(one for one in self._regions if one[0] <= address < sum(one))
         self.driver.call(self.api.cuMemAddressFree, *region)
         self._regions.remove(region)
         del self.reservations[address]
 
+    @on_card
     def create(self, count: int, frame_bytes: int) -> list[int]:
         """Allocate frames; if one fails, those before it are released again. Of a card that is
         full the driver says so, which is a lack of frames: DeviceFull."""
-        self._enter("create")
+        self.enter("create")
         self.check_create(count, frame_bytes)
         names = list(range(self._made, self._made + count))
         with self.whole() as undo:
@@ -216,15 +221,16 @@ class CudaDevice(Books):
         self.frames.update(names)
         return names
 
+    @on_card
     def room(self, frame_bytes: int) -> int:
         """What the driver says is free, which is not all in pieces of that size."""
-        self._select("room")
         error, free, _ = self.api.cuMemGetInfo()
         return min(self.left, 0 if error else free // frame_bytes)
 
+    @on_card
     def release(self, frames: Sequence[int]) -> None:
         """Free frames."""
-        self._enter("release")
+        self.enter("release")
         self.check_release(frames)
         with self.whole() as undo:
             for frame in frames:
@@ -243,9 +249,10 @@ class CudaDevice(Books):
         """A frame of the same number, with other bytes."""
         self._handles[frame] = self._create_one(self.frame_bytes)
 
+    @on_card
     def map(self, runs: Sequence[MapRun]) -> None:
         """Map every frame, then allow access a run at a time; if anything fails, unmap again."""
-        self._enter("map")
+        self.enter("map")
         places = self.check_map(runs)
         self._places.update(places)
         try:
@@ -266,9 +273,10 @@ class CudaDevice(Books):
                 access = [self._access[read_only]]
                 self._do("access", api.cuMemSetAccess, address, len(frames) * size, access, 1)
 
+    @on_card
     def unmap(self, runs: Sequence[UnmapRun]) -> None:
         """Unmap each run with one call. Notes a fault if the device was not quiet."""
-        self._enter("unmap")
+        self.enter("unmap")
         places = self.check_unmap(runs)
         if self.busy:
             self.faults.append(
@@ -287,22 +295,25 @@ class CudaDevice(Books):
     def _map_again(self, run: MapRun) -> None:
         self._map_all([run], {run.address: run.frames[0]}, [])
 
+    @on_card
     def host_reserve(self, size_bytes: int) -> int:
         """Pinned memory."""
-        self._enter("host_reserve")
+        self.enter("host_reserve")
         address = self.pinned.reserve(size_bytes)
         self.host_memory[address] = size_bytes
         return address
 
+    @on_card
     def host_unreserve(self, address: int) -> None:
         """Give pinned memory back."""
-        self._enter("host_unreserve")
+        self.enter("host_unreserve")
         size_bytes = self.check_host(address)
         self.pinned.unreserve(address, size_bytes)
         del self.host_memory[address]
 
     # Copies and their ends.
 
+    @on_card
     def copy(
         self,
         direction: Direction,
@@ -316,7 +327,7 @@ class CudaDevice(Books):
         followers = [self._live("copy", stream) for stream in before]
         for event in after:
             self.check_event(event)
-        self._enter("copy")
+        self.enter("copy")
         waits = [point for event in after if (point := self._point(event)) is not None]
         return self.traffic.issue(direction, tuple(runs), waits, followers)
 
@@ -339,10 +350,10 @@ class CudaDevice(Books):
         """See `kvstate.device.Device.pace`."""
         self.traffic.pace_bytes = size_bytes
 
+    @on_card
     def poll(self) -> list[Completion]:
         """Copies that have ended, the oldest first; or those that the script names. Asks for the
         oldest of each stream."""
-        self._select("poll")
         if self._script is not None:
             script, self._script = self._script, []
             known = [one for one in script if one.token in self.traffic.pending]
@@ -350,21 +361,23 @@ class CudaDevice(Books):
             return [self.traffic.report(*one) for one in known]
         return [self.traffic.report(token) for token in self.traffic.look()]
 
+    @on_card
     def ended(self) -> list[int]:
         """The copies that have ended and were not reported."""
-        self._select("ended")
         return self.traffic.look()
 
+    @on_card
     def finish(self, tokens: Sequence[int]) -> list[Completion]:
         """Wait for these copies alone."""
-        self._enter("finish")
+        self.enter("finish")
         self.wait(partial(self.traffic.are_over, tokens))
         return [self._last_end(token) for token in tokens]
 
+    @on_card
     def quiesce(self, streams: Sequence[Stream] = ()) -> list[Completion]:
         """Wait for all copies, and for what is on these streams; completions in issue order."""
         handles = [self._live("quiesce", stream) for stream in streams]
-        self._enter("quiesce")
+        self.enter("quiesce")
         self._wait_for_all(handles)
         self.busy.difference_update(handles, self.traffic.streams.values())
         return [self._last_end(token) for token in list(self.traffic.pending)]
@@ -380,11 +393,12 @@ class CudaDevice(Books):
 
     # Streams and events.
 
+    @on_card
     def stream(self) -> CudaStream:
         """A stream of the caller's."""
-        self._select("stream")
         return CudaStream(self, self._new_stream())
 
+    @on_card
     def synchronize(self, stream: Stream) -> None:
         """Wait until everything launched on the stream has run."""
         handle = self._live("synchronize", stream)
@@ -396,9 +410,9 @@ class CudaDevice(Books):
         self.stopper.go()
         self.hung.clear()
 
+    @on_card
     def capture(self, streams: Sequence[Stream]) -> None:
         """See `ByteDevice`. A capture that something has broken is a fault."""
-        self._select("capture")
         call, handles = self.driver.call, [self.handle_of(stream) for stream in streams]
         for handle in [one for one in self._capturing if one not in handles]:
             self._capturing.remove(handle)
@@ -438,21 +452,23 @@ class CudaDevice(Books):
         what = f"copies {names}" if names else "kernels"
         return f"{what} have not ended after {limit_s:g} s, and something waits for them"
 
+    @on_card
     def check_stream(self, stream: Stream) -> None:
         """Raises DeviceError if it is none, or of another device, and StreamCaptured."""
         self._live("stream", stream)
 
     def _live(self, call: str, stream: Stream) -> int:
         """The handle of a stream that is not being captured."""
-        self._select(call)
         handle = self.handle_of(stream)
+        if not isinstance(stream, CudaStream):
+            foreign.check_stream(self.driver, handle)
         if self.driver.capturing(handle):
             raise StreamCaptured(call, f"stream {handle:#x}")
         return handle
 
+    @on_card
     def check_event(self, event: Event) -> None:
         """Raises DeviceError if it is none, or of another device, and StreamCaptured."""
-        self._select("event")
         handle = self._event_handle(event)
         if not isinstance(event, CudaEvent):
             try:
@@ -462,10 +478,11 @@ class CudaDevice(Books):
                     raise StreamCaptured("event", "what it was recorded in") from error
                 raise DeviceError("event", f"it cannot be asked for: {error.detail}") from error
 
+    @on_card
     def record(self, stream: Stream) -> CudaEvent:
         """The point behind everything that was launched on the stream so far."""
         handle = self._live("record", stream)
-        self._enter("record")
+        self.enter("record")
         return self._mark(handle)
 
     def passing(self, stream: int) -> CudaEvent:
@@ -495,22 +512,14 @@ class CudaDevice(Books):
             if stream.device is not self:
                 raise DeviceError("stream", "it is of another device")
             return stream.handle
-        if isinstance(stream, int):
-            return stream
-        if hasattr(stream, "__cuda_stream__"):
-            return int(stream.__cuda_stream__()[1])
-        if hasattr(stream, "cuda_stream"):
-            return int(stream.cuda_stream)
-        raise DeviceError("stream", f"{stream!r} is not a stream")
+        return foreign.stream_handle(stream)
 
     def _event_handle(self, event: Event) -> Any:
         if isinstance(event, CudaEvent):
             if event.device is not self:
                 raise DeviceError("event", "it is of another device")
             return event.handle
-        if hasattr(event, "cuda_event") and event.cuda_event:
-            return int(event.cuda_event)
-        raise DeviceError("event", f"{event!r} is not a recorded event")
+        return foreign.event_handle(event)
 
     def _new_stream(self) -> int:
         self._streams.append(int(self.driver.call(self.api.cuStreamCreate, NON_BLOCKING)))
@@ -518,9 +527,10 @@ class CudaDevice(Books):
 
     # Bytes.
 
+    @on_card
     def fill(self, runs: Sequence[FillRun], value: int) -> None:
         """Overwrite memory, on a stream of our own, and wait for that alone."""
-        self._enter("fill")
+        self.enter("fill")
         for address, size in runs:
             self.check_access("fill", address, size, write=True)
         for run in runs[:1]:
@@ -528,7 +538,7 @@ class CudaDevice(Books):
         with self.final():
             for run in runs[1:]:
                 self._fill_run(run, value)
-            self.wait(partial(self.driver.idle, self._own))
+            self.wait(partial(self.driver.idle, self.own))
 
     def _fill_run(self, run: FillRun, value: int) -> None:
         self.step("filling")
@@ -536,16 +546,15 @@ class CudaDevice(Books):
             ctypes.memset(run.address, value, run.size_bytes)
         elif run.size_bytes:
             call = self.driver.call
-            call(self.api.cuMemsetD8Async, run.address, value, run.size_bytes, self._own)
+            call(self.api.cuMemsetD8Async, run.address, value, run.size_bytes, self.own)
 
+    @on_card
     def peek(self, address: int, size_bytes: int) -> bytes:
         """Read memory at once."""
-        self.present("peek")
         self.check_access("peek", address, size_bytes, write=False)
         if self.in_host(address, size_bytes):
             return ctypes.string_at(address, size_bytes)
         buffer = np.empty(size_bytes, np.uint8)
-        self.driver.select()
         self.fetch(buffer.ctypes.data, address, size_bytes)
         return buffer.tobytes()
 
@@ -556,31 +565,29 @@ class CudaDevice(Books):
         that never ends.
         """
         call = self.driver.call
-        call(self.api.cuMemcpyDtoHAsync, target, source, size_bytes, self._own)
-        call(self.api.cuStreamSynchronize, self._own)
+        call(self.api.cuMemcpyDtoHAsync, target, source, size_bytes, self.own)
+        call(self.api.cuStreamSynchronize, self.own)
 
+    @on_card
     def poke(self, address: int, data: bytes) -> None:
         """Write memory at once.
 
         The driver's own synchronous copy from pageable memory returns before the bytes are there.
         """
-        self.present("poke")
         self.check_access("poke", address, len(data), write=True)
         if self.in_host(address, len(data)):
             ctypes.memmove(address, data, len(data))
             return
-        self.driver.select()
         call, at = self.driver.call, np.frombuffer(data, np.uint8).ctypes.data
-        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self._own)
-        call(self.api.cuStreamSynchronize, self._own)
+        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self.own)
+        call(self.api.cuStreamSynchronize, self.own)
 
+    @on_card
     def strays(self, runs: Sequence[FillRun], values: bytes) -> int:
         """How many bytes are none of the two values."""
-        self.present("strays")
         for address, size in runs:
             self.check_access("strays", address, size, write=False)
-        self.driver.select()
-        return self.checker.strays(self._own, runs, values)
+        return self.checker.strays(self.own, runs, values)
 
     def set_rows(self, row_bytes: int) -> None:
         """The size of a token row: a multiple of 16 bytes, for the kernels."""
@@ -591,6 +598,7 @@ class CudaDevice(Books):
             )
         self.checker.row_bytes = row_bytes
 
+    @on_card
     def publish(
         self, stream: Stream, rows: Sequence[int], bases: Sequence[int], lengths: Sequence[int]
     ) -> None:
@@ -598,11 +606,13 @@ class CudaDevice(Books):
         self._launching("publish", stream)
         self.checker.publish(self.handle_of(stream), rows, bases, lengths)
 
+    @on_card
     def write(self, stream: Stream, segments: Segments) -> None:
         """Launch the writing of token rows."""
         self._launching("write", stream)
         self.checker.write(self.handle_of(stream), segments)
 
+    @on_card
     def verify(
         self, stream: Stream, segments: Segments, most_bytes: int | None = None
     ) -> CudaCheck:
@@ -641,12 +651,15 @@ class CudaDevice(Books):
     def close(self, streams: Sequence[Stream] = ()) -> None:
         """Wait, and give everything back. If the context is lost, there is nothing to give
         back; if something never ends, nothing is given back, since it may still be read."""
-        if self.closed or self.forked or not self._rests(streams):
+        if self.closed or self.forked:
             return
-        try:
-            self._give_back()
-        except (DeviceError, DeviceFault) as error:
-            warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
+        with self.driver.here():
+            if not self._rests(streams):
+                return
+            try:
+                self._give_back()
+            except (DeviceError, DeviceFault) as error:
+                warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
         self.driver.release()
         self.traffic.forget()
         self.forget()
@@ -705,15 +718,6 @@ class CudaDevice(Books):
             warnings.warn(f"{self!r} was not closed", ResourceWarning, stacklevel=1)
 
     # Inside.
-
-    def _enter(self, kind: str) -> None:
-        self._select(kind)
-        self.enter(kind)
-
-    def _select(self, call: str) -> None:
-        """The beginning of whatever calls the driver: not in the child of a fork."""
-        self.present(call)
-        self.driver.select()
 
     def _do(self, kind: str, function: Any, *arguments: Any) -> Any:
         """One step of a call."""

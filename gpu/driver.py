@@ -4,13 +4,20 @@ Every call goes through `Driver.call`. An error that leaves the context usable i
 one that is sticky (an illegal address in some kernel, say) is a `DeviceFault`, after which the
 driver is not asked anything any more: it would answer every call with the same error, and waiting
 for a stream might never end.
+
+The context is current only while a call of ours runs, and meanwhile the thread may do what other
+threads must not while some stream is captured: what we call is no part of anybody's graph, and
+breaks none (the default would destroy a capture of another thread). What was current before, and
+the thread's capture mode, are restored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
 from importlib import import_module
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from kvstate.errors import ConfigError, DeviceError, DeviceFault
 
@@ -40,7 +47,7 @@ class Driver:
             raise ConfigError(f"there is no CUDA device {ordinal}; {self.device_count} are visible")
         self.device = self.call(self.api.cuDeviceGet, ordinal)
         self.context = self.call(self.api.cuDevicePrimaryCtxRetain, self.device)
-        self.select()
+        self._relaxed = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def _count(self) -> int:
         """How many devices there are. Raises ConfigError where there is no driver at all."""
@@ -50,11 +57,27 @@ class Driver:
         except (RuntimeError, DeviceError) as error:
             raise ConfigError(f"CUDA cannot be used here: {error}") from error
 
-    def select(self) -> None:
-        """Make the context current on this thread: whoever called last may have changed it."""
-        error = self.api.cuCtxSetCurrent(self.context)[0]
-        if error:
-            self._raise("cuCtxSetCurrent", error)
+    def enter(self) -> Any:
+        """Make the context current on this thread, and its capture mode relaxed; what `leave` wants
+        to know. Of a context that is lost nothing is asked."""
+        error = self.api.cuCtxPushCurrent(self.context)[0]
+        if error and self.lost is None:
+            self._raise("cuCtxPushCurrent", error)
+        return self.api.cuThreadExchangeStreamCaptureMode(self._relaxed)[1]
+
+    def leave(self, mode: Any) -> None:
+        """Restore what was there when `enter` was called."""
+        self.api.cuThreadExchangeStreamCaptureMode(mode)
+        self.api.cuCtxPopCurrent()
+
+    @contextmanager
+    def here(self) -> Iterator[None]:
+        """The context is current meanwhile, as in a call of a device."""
+        mode = self.enter()
+        try:
+            yield
+        finally:
+            self.leave(mode)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the driver; what it gives back. Raises DeviceError, or DeviceFault if it is
@@ -102,7 +125,8 @@ class Driver:
 
     def free_bytes(self) -> int:
         """Free memory of the device, as the driver says."""
-        error, free, _ = self.api.cuMemGetInfo()
+        with self.here():
+            error, free, _ = self.api.cuMemGetInfo()
         if error:
             self._raise("cuMemGetInfo", error)
         return int(free)
@@ -118,3 +142,23 @@ class Driver:
             self.lost = f"{call} returned {name}: the context of CUDA device {self.ordinal} is lost"
             raise DeviceFault(self.lost)
         raise DeviceError(call, name)
+
+
+C = TypeVar("C", bound=Callable[..., Any])
+
+
+def on_card(method: C) -> C:
+    """A call of a device that asks the driver for something: not in the child of a fork, and with
+    its context current meanwhile."""
+    name = method.__name__
+
+    @wraps(method)
+    def call(self: Any, *args: Any, **named: Any) -> Any:
+        self.present(name)
+        mode = self.driver.enter()
+        try:
+            return method(self, *args, **named)
+        finally:
+            self.driver.leave(mode)
+
+    return call  # type: ignore[return-value]

@@ -253,7 +253,8 @@ def _wait_for_all(device: CudaDevice) -> None:
     poll, driver = device.poll, device.driver
 
     def waits() -> list[Completion]:
-        driver.call(driver.api.cuCtxSynchronize)
+        with driver.here():
+            driver.call(driver.api.cuCtxSynchronize)
         return poll()
 
     device.poll = waits  # type: ignore[method-assign]

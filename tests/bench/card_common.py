@@ -222,6 +222,7 @@ class CudaRaw(Raw):
         super().__init__()
         self.driver = driver = Driver(ordinal)
         self.api, self.call = driver.api, driver.call
+        self.call(self.api.cuCtxSetCurrent, driver.context)  # for as long as the process lives
         self.kernels = Kernels(driver)
         self.stream = int(self.call(self.api.cuStreamCreate, 1))
         self._start, self._stop, self._mark = (

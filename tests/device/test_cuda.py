@@ -262,8 +262,8 @@ def test_two_cards_in_one_process_do_not_disturb_each_other() -> None:
         calls = [calls_of(rig) for rig in rigs]
         for name in calls[0]:
             for at in range(2):
-                inside(rigs[1 - at]).driver.select()
-                calls[at][name]()
+                with inside(rigs[1 - at]).driver.here():
+                    calls[at][name]()
         places = [rig.mapped(1) for rig in rigs]
         for key, (rig, place) in enumerate(zip(rigs, places, strict=True)):
             rig.write(segments((place, 0, 16, key)))
@@ -276,7 +276,8 @@ def test_two_cards_in_one_process_do_not_disturb_each_other() -> None:
 
 
 def spin(rig: Rig, stream: Any) -> None:
-    inside(rig).kernels.spin(stream.handle, SPIN_CYCLES)
+    with inside(rig).driver.here():
+        inside(rig).kernels.spin(stream.handle, SPIN_CYCLES)
 
 
 def test_a_copy_out_waits_for_its_event_under_a_spinning_kernel(cuda: Rig) -> None:
@@ -324,7 +325,8 @@ def test_a_poke_is_done_when_it_returns(cuda: Rig) -> None:
     driver, stream = inside(cuda).driver, cuda.device.stream().handle
     for at in range(40):
         cuda.device.poke(address, bytes([at]) * size)
-        driver.call(driver.api.cuMemcpyDtoHAsync, host, address, size, stream)
+        with driver.here():
+            driver.call(driver.api.cuMemcpyDtoHAsync, host, address, size, stream)
         cuda.quiesce()
         assert cuda.device.peek(host, size) == bytes([at]) * size
 
@@ -404,8 +406,8 @@ def test_rows_that_no_kernel_can_check_are_refused(cuda: Rig) -> None:
 def test_the_driver_refuses_a_copy_into_a_read_only_mapping(cuda: Rig) -> None:
     address = cuda.map(cuda.create(1), read_only=True)
     device, data = inside(cuda), np.zeros(64, np.uint8)
-    device.driver.select()
-    error = device.api.cuMemcpyHtoD(address, data.ctypes.data, 64)[0]
+    with device.driver.here():
+        error = device.api.cuMemcpyHtoD(address, data.ctypes.data, 64)[0]
     assert error == device.api.CUresult.CUDA_ERROR_INVALID_VALUE
 
 

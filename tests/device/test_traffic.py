@@ -38,8 +38,13 @@ def inside(rig: Rig) -> Any:
 def stopped(rig: Rig) -> Any:
     """A stream that goes no further before the device is woken."""
     stream = rig.device.stream()
-    inside(rig).stopper.stop(stream.handle)
+    stop(rig, stream.handle)
     return stream
+
+
+def stop(rig: Rig, handle: int) -> None:
+    with inside(rig).driver.here():
+        inside(rig).stopper.stop(handle)
 
 
 def late_event(rig: Rig) -> Any:
@@ -64,7 +69,7 @@ def test_a_late_event_holds_back_its_copy_alone(cuda: Rig) -> None:
 def test_an_early_event_is_not_late_because_a_later_one_of_its_stream_is(cuda: Rig) -> None:
     address, host, stream = cuda.mapped(1), cuda.device.host_reserve(8192), cuda.device.stream()
     early = cuda.device.record(stream)
-    inside(cuda).stopper.stop(stream.handle)
+    stop(cuda, stream.handle)
     late = cuda.device.record(stream)
     waiting = cuda.device.copy(OUT, [CopyRun(host, address, 4096)], [late])
     other = cuda.device.copy(OUT, [CopyRun(host + 4096, address, 4096)], [early])
@@ -101,8 +106,9 @@ def test_what_is_ready_goes_in_order_of_age(cuda: Rig, monkeypatch: pytest.Monke
     assert issued == []
     cuda.device.wake()
     for event in events:
-        while not inside(cuda).driver.ready(event.handle):
-            pass
+        with inside(cuda).driver.here():
+            while not inside(cuda).driver.ready(event.handle):
+                pass
     assert [end.token for end in cuda.device.finish(tokens)] == tokens
     assert issued == list(range(9))
 
@@ -119,7 +125,7 @@ def test_a_pace_is_kept_and_everything_arrives(cuda: Rig, monkeypatch: pytest.Mo
     rows = 4 * cuda.frame_bytes // 256
     cuda.write(segments((address, 0, rows, 9)))
     cuda.device.pace(2 * MIB)
-    inside(cuda).stopper.stop(inside(cuda).traffic.streams[OUT])
+    stop(cuda, inside(cuda).traffic.streams[OUT])
     half = 2 * cuda.frame_bytes
     tokens = [
         cuda.device.copy(OUT, [CopyRun(host + at * half, address + at * half, half)])
@@ -141,7 +147,7 @@ def test_a_poll_asks_for_the_oldest_of_each_stream(
     address, host = cuda.mapped(1), cuda.device.host_reserve(256 * 256)
     stream, device = stopped(cuda), inside(cuda)
     if not waiting:
-        device.stopper.stop(device.traffic.streams[OUT])
+        stop(cuda, device.traffic.streams[OUT])
     for at in range(256):
         after = [cuda.device.record(stream)] if waiting else []
         cuda.device.copy(OUT, [CopyRun(host + 256 * at, address, 256)], after)

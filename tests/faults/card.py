@@ -51,8 +51,8 @@ CARD_FAULTS = (
     CardFault(
         "wrong device current",
         "gpu/driver.py",
-        "        error = self.api.cuCtxSetCurrent(self.context)[0]\n        if error:\n",
-        "        error = 0\n        if error:\n",
+        "        error = self.api.cuCtxPushCurrent(self.context)[0]\n",
+        "        error = self.api.cuCtxPushCurrent(self.api.cuCtxGetCurrent()[1])[0]\n",
         "S21, B160",
         test=f"{CUDA_TESTS}::test_every_call_selects_its_context",
     ),
@@ -115,8 +115,8 @@ CARD_FAULTS = (
     CardFault(
         "memory is written by a copy that nothing waits for",
         "gpu/cuda.py",
-        "        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self._own)\n"
-        "        call(self.api.cuStreamSynchronize, self._own)\n",
+        "        call(self.api.cuMemcpyHtoDAsync, address, at, len(data), self.own)\n"
+        "        call(self.api.cuStreamSynchronize, self.own)\n",
         "        call(self.api.cuMemcpyHtoD, address, at, len(data))\n",
         test=f"{CUDA_TESTS}::test_a_poke_is_done_when_it_returns",
     ),
