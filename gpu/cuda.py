@@ -124,7 +124,8 @@ class CudaDevice(Books):
         self._gates: dict[int, CudaEvent] = {}
         """Streams that only wait for events of other libraries, and the last point of each."""
         self.busy: set[int] = set()
-        """Streams on which something may have been issued since they were last waited for."""
+        """Streams on which something may have been issued since they were last waited for; at the
+        end, all that must be."""
         self._recorded = 0
         """Events so far: their numbers."""
         self._capturing: list[int] = []
@@ -668,9 +669,9 @@ class CudaDevice(Books):
         """Wait for the last time; whether that could be done, or must be tried again."""
         self.kept = False
         try:
+            self.busy.update(map(self.handle_of, streams))
             own = [stream for stream in self._streams if stream not in self._gates]
-            handles = [self._live("close", stream) for stream in (*streams, *own)]
-            self._wait_for_all(handles)
+            self._wait_for_all([self._live("close", stream) for stream in {*own, *self.busy}])
         except DeviceError as error:
             self.kept, why = True, str(error)
         except DeviceFault as fault:

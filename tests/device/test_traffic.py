@@ -200,8 +200,8 @@ def test_a_stream_that_is_captured_is_refused_and_stays_so(cuda: Rig) -> None:
         with pytest.raises(StreamCaptured, match=r"stream 0x\w+ is being captured"):
             call()
     waiting = device.copy(OUT, [CopyRun(host, address, 4096)], [early, device.record(other)])
-    device.poll()
     assert device.finish([waiting]) == [(waiting, True)]
+    assert device.poll() == []
     assert device.quiesce([other]) == []
     place = cuda.reserve(2)
     frames = cuda.create(2)
