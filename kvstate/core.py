@@ -203,31 +203,31 @@ class Core:
     ) -> Plan:
         """An empty plan that is going to charge each range up to that frame.
 
-        With a margin, its first frame is mapped too while one is free. A reclaim that cannot be
-        avoided finds all of it, and the first frame of each margin of the batch.
+        With a margin, its first frame is mapped too if the pool has one more. A reclaim that cannot
+        be avoided finds all of it, and a frame for each of a batch with margins.
         """
         self._check_promises(what, uses)
         pooled, fresh = len(self.gpu.pool.ids), missing(uses)
-        first = missing(uses, 1) - fresh if margin else 0
-        if pooled < fresh or pooled < min(fresh + first, self.gpu.free):
+        if fresh > pooled:
             needed = sum(max(0, end - range_.used) for range_, end in uses.items())
+            soon = missing(uses, margin) - fresh
             if batch is not None and self.config.gpu.map_ahead_frames:
-                others = {seq.range: 0 for seq in batch.seqs if seq.range is not None}
-                uses, margin = others | uses, 1
-            raise self._short(str(what), needed, "budget", uses, missing(uses, margin) - fresh)
+                soon = len(batch)
+            raise self._short(str(what), needed, "budget", uses, soon)
         plan = self.flight.plan()
-        plan.margin = min(first, pooled - fresh)
+        if margin:
+            plan.margin = min(missing(uses, 1), pooled) - fresh
         return plan
 
     def _short(
         self, what: str, needed: int, place: str, uses: dict[Range, int] | None = None,
-        margin: int = 0,
+        soon: int = 0,
     ) -> OutOfFrames:  # fmt: skip
         gpu = self.gpu
         reclaimable = gpu.parked + self.spans.spillable_frames
         protected = self.spans.protected_now
         return OutOfFrames(
-            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, margin,
+            what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, soon,
             len(gpu.denied.ids),
         )  # fmt: skip
 

@@ -59,7 +59,7 @@ class OutOfFrames(CapacityError):
     def __init__(
         self, what: str, needed: int, free: int, reclaimable: int, coming: int, place: str,
         uses: Mapping[Any, int] | None = None, protected: int = 0,
-        margin: int = 0, denied: int = 0,
+        soon: int = 0, denied: int = 0,
     ) -> None:  # fmt: skip
         self.denied = denied
         self.needed, self.free, self.place = needed, free, place
@@ -67,7 +67,7 @@ class OutOfFrames(CapacityError):
         self.protected = protected
         self.uses = uses or {}
         """Ranges whose parked frames the call itself counts on, and up to which frame."""
-        self.margin = margin
+        self.soon = soon
         """Frames besides these that will be needed soon."""
         super().__init__(
             f"{what} needs {needed} frames: {free} are free, {reclaimable} can be reclaimed, "

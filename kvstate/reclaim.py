@@ -6,8 +6,8 @@ quiesce, which lets everything behind a fence land; map spans where sequences ha
 which loses nothing; and unmap what is parked: first the unused tails of running sequences beyond
 their margins, then parked ranges, the longest parked first, and then margins, evenly: as many
 frames as are missing (report B134), or a few more, because the quiesce is what is dear and parked
-memory holds nothing that anybody reads; then spans, the longest unused first, and no more than are
-missing.
+memory holds nothing that anybody reads; and what will be needed soon, while that is in no margin;
+then spans, the longest unused first, and no more than are missing.
 
 Nothing is unmapped without the quiesce: on an H200 the driver unmaps under a running kernel
 without waiting, and a kernel that reads *nearby* addresses may fault (report S03).
@@ -89,7 +89,7 @@ class Ladder:
         reuse: Reuse, config: GpuTier,
     ) -> None:  # fmt: skip
         self.ahead_frames = config.map_ahead_frames
-        """The margin that each range of a call may get, while frames are to spare."""
+        """The margin that each running sequence may have, while frames are to spare."""
         self.least_frames = config.reclaim_frames
         """What one reclaim unmaps at the least."""
         self.gpu, self.arena, self.actor, self.flight = gpu, arena, actor, flight
@@ -103,7 +103,7 @@ class Ladder:
             if not self._can_supply(short.needed):
                 return again  # built again, the call says what there is now
             self._reclaim(short)
-            wanted = missing(short.uses) + min(1, short.margin) - self.gpu.counts[POOLED.code]
+            wanted = missing(short.uses) + min(1, short.soon) - self.gpu.counts[POOLED.code]
             if self.create(min(wanted, self.gpu.counts[ABSENT.code])):
                 return True
             if missing(short.uses) <= self.gpu.counts[POOLED.code]:
@@ -123,8 +123,8 @@ class Ladder:
         self.flight.quiesce()
         self.remap(fresh - gpu.free)
         if fresh > gpu.free:
-            wanted = fresh + short.margin - gpu.free
-            self.spill(max(wanted, self.least_frames), short.uses)
+            wanted = max(fresh - gpu.free, self.least_frames)
+            self.spill(wanted, short.uses, more=short.soon)
         self.spill_spans(fresh - gpu.free)
 
     def addresses(self) -> bool:
@@ -197,13 +197,15 @@ class Ladder:
         plan.settle()
 
     def spill(
-        self, wanted: int, uses: Mapping[Range, int] | None = None, tails: bool = True
-    ) -> None:
-        """Unmap up to that many parked frames into the pool. Only right after a quiesce.
+        self, wanted: int, uses: Mapping[Range, int] | None = None, *, tails: bool = True,
+        more: int = 0,
+    ) -> None:  # fmt: skip
+        """Unmap up to that many parked frames into the pool, and so many more that are in nobody's
+        margin. Only right after a quiesce.
 
         Spares the frames that `uses` says are used, up to which one in each range.
         """
-        victims = self._victims(wanted, uses or {}, tails)
+        victims = self._victims(wanted, more, uses or {}, tails)
         if victims:
             self._unmap(victims)
 
@@ -375,17 +377,18 @@ class Ladder:
             self._shortened(range_)
 
     def _victims(
-        self, wanted: int, uses: Mapping[Range, int], tails: bool
+        self, wanted: int, more: int, uses: Mapping[Range, int], tails: bool
     ) -> list[tuple[Range, int, int]]:
         """(range, first, end) of the frames to take: tails first as far as they are no margins,
         then the longest parked, then margins, of which all that lose some keep the same."""
         running = [r for r in self.arena.ranges.values() if r.state == RESERVED.code]
         used = {r: max(r.used, uses.get(r, 0)) for r in running if tails}
-        takes = Takes(wanted)
+        takes = Takes(wanted + more)
         for range_, end in used.items():
             takes.down_to(range_, end + self.ahead_frames)
         for range_ in self.arena.oldest_parked():
             takes.down_to(range_, uses.get(range_, 0))
+        takes.wanted = max(0, takes.wanted - more)
         kept = takes.level(used, self.ahead_frames) if takes.wanted else 0
         for range_, end in used.items():
             takes.down_to(range_, end + kept)

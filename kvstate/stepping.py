@@ -281,7 +281,10 @@ class Stepping(Core):
         self.actor.run(plan)
         self.flight.settle(plan)
         for seq, frames in wanted:
-            self._set_capacity(seq) if frames else seq.set_ample()
+            if frames:
+                self._set_capacity(seq)
+            else:
+                seq.set_ample()
 
     def _plan_grow(
         self,

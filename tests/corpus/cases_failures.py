@@ -148,8 +148,8 @@ FAILURES: Final = (
         fault=Fault(
             "a growth is written down before it is done",
             "kvstate/stepping.py",
-            "        self.actor.run(plan)\n        self.flight.settle(plan)\n        for seq, _ in",
-            "        self.flight.settle(plan)\n        self.actor.run(plan)\n        for seq, _ in",
+            "        self.actor.run(plan)\n        self.flight.settle(plan)\n        for seq,",
+            "        self.flight.settle(plan)\n        self.actor.run(plan)\n        for seq,",
             "B130",
         ),
         config=config(),

@@ -59,6 +59,7 @@ SCENARIOS: Final = (
         config(frames=8, ahead=1),
         (
             *opened(1), *opened(2),
+            trace.Resize(seq=1, tokens=4),
             *_both(3, 6), *_both(4, 3),
             trace.Resize(seq=1, tokens=16),
             trace.Resize(seq=1, tokens=9),
