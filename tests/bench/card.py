@@ -40,6 +40,7 @@ from tests.bench.card_calls import calls, steady
 from tests.bench.card_checks import checks
 from tests.bench.card_common import Card, Report
 from tests.bench.card_copies import copies
+from tests.bench.card_flight import flight
 from tests.bench.card_frames import frames
 from tests.bench.card_margins import margins
 from tests.bench.card_sharing import DEFAULTS, Settings, admission, sharing
@@ -47,7 +48,7 @@ from tests.bench.card_sharing import DEFAULTS, Settings, admission, sharing
 Bench = Callable[[Card], Report]
 BENCHES: Final[dict[str, Bench]] = {
     "calls": calls, "steady": steady, "copies": copies, "checks": checks, "frames": frames,
-    "margins": margins, "attention": attention, "sharing": sharing, "admission": admission,
+    "margins": margins, "attention": attention, "flight": flight, "sharing": sharing, "admission": admission,
 }  # fmt: skip
 
 KIND: Final = re.compile(r"cuda(:\d+)?|host")
