@@ -48,7 +48,8 @@ from tests.bench.card_sharing import DEFAULTS, Settings, admission, sharing
 Bench = Callable[[Card], Report]
 BENCHES: Final[dict[str, Bench]] = {
     "calls": calls, "steady": steady, "copies": copies, "checks": checks, "frames": frames,
-    "margins": margins, "attention": attention, "flight": flight, "sharing": sharing, "admission": admission,
+    "margins": margins, "flight": flight, "attention": attention, "sharing": sharing,
+    "admission": admission,
 }  # fmt: skip
 
 KIND: Final = re.compile(r"cuda(:\d+)?|host")
