@@ -98,12 +98,14 @@ class LayerSpec:
 class GpuTier:
     """GPU memory: `budget_bytes` of it, in frames of `frame_bytes`.
 
-    `map_ahead_frames` is the margin beyond its need that every sequence of a batch gets when one of
-    them must be mapped further: with n frames, a batch of any size is mapped once in the steps that
-    fill n frames. A newcomer's begins where its prompt ends. It is mapped while frames are to
-    spare, costs nobody admission, and is taken back before a charge fails. With 0 nothing but the
-    need is mapped. `arena_bytes` is the size of
-    the address reservation; by default what twice `max_sequences` and one more of full length take.
+    `map_ahead_frames` is the margin beyond its need that every running sequence is to have mapped.
+    Each step maps a few frames of it, at most one more than its tokens fill, for those sequences
+    that will need one first. So with 1 or more no step maps many, however many sequences go over
+    their frames in it; a longer margin lasts while steps are uneven or frames are short. It is made
+    of free frames, costs nobody admission, and is taken back before a charge fails. With 0 nothing
+    but the need is mapped.
+    `arena_bytes` is the size of the address reservation; by default what twice `max_sequences` and
+    one more of full length take.
     Spans keep addresses too: a prefix is copied and not mapped if each row, and one that must move,
     could not have a range of full length beside it.
     `reclaim_frames` is the least that one reclaim unmaps: parked memory holds nothing that anybody

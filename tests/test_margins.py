@@ -48,7 +48,7 @@ def tails(kv: Manager) -> list[int]:
 
 # Many steps of many sequences.
 
-AT_ONCE_MANY, FILL, LAYER = 64, 16, LayerSpec(kv_heads=1, head_dim=64)
+MANY, FILL, LAYER = 64, 16, LayerSpec(kv_heads=1, head_dim=64)
 
 
 class Mapped(NamedTuple):
@@ -66,7 +66,7 @@ def many(ahead: int) -> Manager:
         gpu=GpuTier(10_000 * FRAME, FRAME, ahead),
         host=HostTier(1000 * FRAME),
         max_tokens=2048,
-        max_sequences=AT_ONCE_MANY,
+        max_sequences=MANY,
         adopt=False,
     )
     return Manager(config, NullDevice())
@@ -101,15 +101,15 @@ def stepped(kv: Manager, batch: Batch, tokens: int | Sequence_[int] = 1) -> Mapp
 
 
 def in_phase(offset: int) -> list[int]:
-    return [96 + offset] * AT_ONCE_MANY
+    return [96 + offset] * MANY
 
 
 def in_turn(offset: int) -> list[int]:
-    return [96 + (offset + at) % FILL for at in range(AT_ONCE_MANY)]
+    return [96 + (offset + at) % FILL for at in range(MANY)]
 
 
 def in_two_crowds(offset: int) -> list[int]:
-    return [96 + offset + (at % 2) for at in range(AT_ONCE_MANY)]
+    return [96 + offset + (at % 2) for at in range(MANY)]
 
 
 @pytest.mark.parametrize("ahead", [1, 2, 8])
@@ -122,9 +122,9 @@ def test_no_step_maps_many_and_none_for_need_however_sequences_lie(
     with many(ahead) as kv:
         batch = running(kv, lengths(offset))
         found = [stepped(kv, batch) for _ in range(320)]
-        assert max(one.all for one in found) <= AT_ONCE_MANY // FILL + 1
+        assert max(one.all for one in found) <= MANY // FILL + 1
         assert sum(one.needed for one in found) == 0
-        assert sum(one.all for one in found) >= 320 * AT_ONCE_MANY // FILL - AT_ONCE_MANY
+        assert sum(one.all for one in found) >= 320 * MANY // FILL - MANY
         assert max(tails(kv)) <= ahead
 
 
@@ -133,7 +133,7 @@ def test_without_margins_a_crowd_crosses_in_one_step() -> None:
     with many(0) as kv:
         batch = running(kv, in_phase(0))
         found = [stepped(kv, batch) for _ in range(FILL)]
-        assert max(one.needed for one in found) == AT_ONCE_MANY
+        assert max(one.needed for one in found) == MANY
 
 
 def test_steps_of_uneven_drafts_map_no_more_than_they_fill() -> None:
@@ -154,7 +154,7 @@ def test_who_comes_later_gets_its_margin_beside_the_others() -> None:
     """Everybody is begun at another time, with a prompt in chunks, and joins the batch."""
     with many(1) as kv:
         batch, found = kv.batch([]), list[Mapped]()
-        for at in range(AT_ONCE_MANY):
+        for at in range(MANY):
             seq = kv.create()
             seq.resume()
             batch.add(seq)
@@ -165,7 +165,7 @@ def test_who_comes_later_gets_its_margin_beside_the_others() -> None:
                 assert one.all - one.needed <= sum(counts) // FILL + 2
             found += [stepped(kv, batch) for _ in range(2)]
         assert sum(one.needed for one in found) == 0
-        assert max(one.all for one in found) <= AT_ONCE_MANY // FILL + 1
+        assert max(one.all for one in found) <= MANY // FILL + 1
 
 
 def test_all_who_are_resumed_at_once_have_a_frame_of_margin() -> None:
@@ -178,7 +178,7 @@ def test_all_who_are_resumed_at_once_have_a_frame_of_margin() -> None:
             seq.resume()
         assert set(tails(kv)) == {1}
         found = [stepped(kv, batch) for _ in range(4 * FILL)]
-        assert max(one.all for one in found) <= AT_ONCE_MANY // FILL + 1
+        assert max(one.all for one in found) <= MANY // FILL + 1
         assert sum(one.needed for one in found) == 0
 
 
@@ -327,7 +327,7 @@ def test_a_batch_that_has_no_margins_yet_gets_them_from_the_next_step_on(ahead: 
             stepped(kv, batch)
         kv.trim()
         found = [stepped(kv, batch) for _ in range(4 * FILL)]
-        assert found[0] == Mapped(AT_ONCE_MANY // FILL + AT_ONCE_MANY // FILL + 1, 4)
+        assert found[0] == Mapped(MANY // FILL + MANY // FILL + 1, 4)
         assert [one.needed for one in found[1:]] == [0] * (4 * FILL - 1)
 
 

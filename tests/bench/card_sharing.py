@@ -69,7 +69,7 @@ class Settings:
     host_gib: float = 30
     ahead_frames: int = 8
     """The margin of every running sequence: at 2 MiB and 256 sequences 4 GiB, while memory is
-    plenty, for one mapping of the batch in 128 steps."""
+    plenty."""
     seconds: float = 35
     """The most that one run takes, apart from opening and closing."""
     read_gib: float | None = None
