@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from kvstate.device import FillRun, Segments
 from kvstate.errors import DeviceError
+from kvstate.gpu.held import Held
 from kvstate.gpu.kernels import SEGMENT_BYTES, TILE_BYTES, UNIT_BYTES, tiles_of
 
 if TYPE_CHECKING:
@@ -36,14 +37,11 @@ assert DEVICE_SEGMENT.itemsize == SEGMENT_BYTES
 class Scratch:
     """Pinned staging and as much device memory, for one launch at a time."""
 
-    def __init__(self, device: CudaDevice, size_bytes: int, all_of_them: list[Scratch]) -> None:
-        call, api = device.driver.call, device.api
-        self.size_bytes, self.number = size_bytes, len(all_of_them)
-        self.host = self.device = 0
+    def __init__(self, size_bytes: int, staging: Held, memory: Held) -> None:
+        self.size_bytes, self.number = size_bytes, len(memory)
         self.done: CudaEvent | None = None
-        all_of_them.append(self)  # before there is anything to give back
-        self.host = int(call(api.cuMemHostAlloc, size_bytes, 0))
-        self.device = int(call(api.cuMemAlloc, size_bytes))
+        self.host = int(staging.make(self.number, size_bytes, 0))
+        self.device = int(memory.make(self.number, size_bytes))
         buffer: Any = (ctypes.c_uint8 * size_bytes).from_address(self.host)
         self.bytes: npt.NDArray[np.uint8] = np.frombuffer(buffer, np.uint8)
 
@@ -103,9 +101,10 @@ class Checker:
     def __init__(self, device: CudaDevice) -> None:
         self.device, self.row_bytes = device, 0
         self.idle: list[Scratch] = []
-        self._all: list[Scratch] = []
         call, api = device.driver.call, device.api
-        self.table = int(call(api.cuMemAlloc, TABLE_ROWS * 16))
+        self._staging = Held(device.driver, "cuMemHostAlloc", "cuMemFreeHost")
+        self._memory = Held(device.driver, "cuMemAlloc", "cuMemFree")
+        self.table = int(self._memory.make("table", TABLE_ROWS * 16))
         call(api.cuMemsetD8Async, self.table, 0, TABLE_ROWS * 16, device.own)
         self.bases: dict[int, int] = {}
         """What was published last, by row."""
@@ -204,24 +203,10 @@ class Checker:
         return np.split(flags, np.cumsum(counts)[:-1]) if counts else []
 
     def free(self) -> None:
-        """Give all scratch and the table back, once."""
-        call, api = self.device.driver.call, self.device.api
-        self.idle.clear()
-        while self._all:
-            scratch = self._all[-1]
+        """The device is closed: nothing holds its events any more."""
+        for scratch in self.idle:
             scratch.done = None
-            if scratch.device:
-                call(api.cuMemFree, scratch.device)
-                scratch.device = 0
-            if scratch.host:
-                call(api.cuMemFreeHost, scratch.host)
-                scratch.host = 0
-            self._all.pop()
-        if self.table:
-            call(api.cuMemFree, self.table)
-            self.table = 0
-
-    # Inside.
+        self.idle.clear()
 
     def _launch(
         self, stream: int, segments: Any, scratch: Scratch, verify: tuple[int, int] | None
@@ -286,7 +271,7 @@ class Checker:
                 del self.idle[at]
                 return scratch
         size = max(LEAST_BYTES, 1 << (size_bytes - 1).bit_length())
-        return Scratch(self.device, size, self._all)
+        return Scratch(size, self._staging, self._memory)
 
     def _give(self, stream: int, scratch: Scratch) -> None:
         """Back to the pool, for when the launch is done."""

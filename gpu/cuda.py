@@ -43,6 +43,7 @@ from kvstate.gpu import foreign
 from kvstate.gpu.books import Books, Undo
 from kvstate.gpu.checks import Checker, CudaCheck
 from kvstate.gpu.driver import Driver, on_card
+from kvstate.gpu.held import Held
 from kvstate.gpu.kernels import UNIT_BYTES, Kernels
 from kvstate.gpu.pinned import Pinned
 from kvstate.gpu.stopper import Stopper
@@ -104,8 +105,22 @@ class CudaDevice(Books):
         self.closed = True
         ordinal = whole("ordinal", ordinal)
         streams, seed = checked(streams, seed)
-        limit_s = number("limit_s", limit_s, 0, above=True)
+        self.limit_s = number("limit_s", limit_s, 0, above=True)
         self.driver = driver = Driver(ordinal)
+        try:
+            self._open(streams, seed)
+            self.closed = False
+        except BaseException:
+            self.closed = True
+            with driver.here():
+                for held in driver.held:
+                    held.free_all()
+            driver.release()
+            raise
+
+    def _open(self, streams: str, seed: int) -> None:
+        """All that is made when a device is opened."""
+        driver, ordinal = self.driver, self.driver.ordinal
         if not driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED"):
             raise ConfigError(f"CUDA device {ordinal} has no virtual memory management")
         self.api = driver.api
@@ -113,13 +128,13 @@ class CudaDevice(Books):
         self.random = Random(seed)
         self.adversarial = streams != "eager"
         self.idle_events: deque[Any] = deque()
-        self._events: list[Any] = []
-        self._streams: list[int] = []
-        self._handles: dict[int, Any] = {}
+        self._events = Held(driver, "cuEventCreate", "cuEventDestroy")
+        self._streams = Held(driver, "cuStreamCreate", "cuStreamDestroy")
+        self._frames = Held(driver, "cuMemCreate", "cuMemRelease")
         self._places: set[int] = set()
         """Where a frame is mapped, or is about to be."""
-        self._regions: list[tuple[int, int]] = []
-        """(first address, bytes) of each reservation of the driver's."""
+        self._regions = Held(driver, "cuMemAddressReserve", "cuMemAddressFree")
+        """The driver's reservations, by their number and their bytes."""
         self._made = 0
         self._gates: dict[int, CudaEvent] = {}
         """Streams that only wait for events of other libraries, and the last point of each."""
@@ -131,7 +146,6 @@ class CudaDevice(Books):
         self._capturing: list[int] = []
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
-        self.limit_s = limit_s
         self.pinned = Pinned(driver, self)
         self.stopper = Stopper(driver)
         with driver.here():
@@ -139,7 +153,6 @@ class CudaDevice(Books):
             self.kernels = Kernels(driver)
             self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
             self.checker = Checker(self)
-        self.closed = False
 
     @property
     def memory(self) -> tuple[str, int]:
@@ -185,9 +198,9 @@ class CudaDevice(Books):
         unit = self.granularity_bytes
         size = -(-(size_bytes + (0 if power else align_bytes)) // unit) * unit
         wanted = align_bytes if power else 0
-        call = self.driver.call
-        self._regions.append((int(call(self.api.cuMemAddressReserve, size, wanted, 0, 0)), size))
-        address = -(-self._regions[-1][0] // align_bytes) * align_bytes
+        self._made += 1
+        first = int(self._regions.make((self._made, size), size, wanted, 0, 0))
+        address = -(-first // align_bytes) * align_bytes
         self.reservations[address] = size_bytes
         return address
 
@@ -196,10 +209,13 @@ class CudaDevice(Books):
         """Give the addresses back."""
         self.enter("unreserve")
         self.check_unreserve(address)
-        region = next(one for one in self._regions if one[0] <= address < sum(one))
-        self.driver.call(self.api.cuMemAddressFree, *region)
-        self._regions.remove(region)
+        name = next(name for name in self._regions if self._lies_in(name, address))
+        self._regions.free(name, name[-1])
         del self.reservations[address]
+
+    def _lies_in(self, region: Any, address: int) -> bool:
+        """An address is one of those that the driver has reserved as this region."""
+        return 0 <= address - int(self._regions.handle(region)) < int(region[-1])
 
     @on_card
     def create(self, count: int, frame_bytes: int) -> list[int]:
@@ -208,17 +224,17 @@ class CudaDevice(Books):
         self.enter("create")
         self.check_create(count, frame_bytes)
         names = list(range(self._made, self._made + count))
+        self._made += count
         with self.whole() as undo:
             for name in names:
                 try:
-                    self._handles[name] = self._create_one(frame_bytes)
+                    self._create_one(name, frame_bytes)
                 except DeviceError as error:
                     if _NO_MEMORY not in error.detail:
                         raise
                     raise DeviceFull(count, len(undo)) from error
                 undo.append(partial(self._free, name))
         self.frame_bytes = frame_bytes
-        self._made += count
         self.frames.update(names)
         return names
 
@@ -239,16 +255,17 @@ class CudaDevice(Books):
                 undo.append(partial(self._create_again, frame))
         self.frames.difference_update(frames)
 
-    def _create_one(self, frame_bytes: int) -> Any:
-        return self._do("frame", self.api.cuMemCreate, frame_bytes, self._property, 0)
+    def _create_one(self, name: int, frame_bytes: int) -> None:
+        self.step("frame")
+        self._frames.make(name, frame_bytes, self._property, 0)
 
     def _free(self, frame: int) -> None:
-        self._do("freeing", self.api.cuMemRelease, self._handles[frame])
-        del self._handles[frame]
+        self.step("freeing")
+        self._frames.free(frame)
 
     def _create_again(self, frame: int) -> None:
         """A frame of the same number, with other bytes."""
-        self._handles[frame] = self._create_one(self.frame_bytes)
+        self._create_one(frame, self.frame_bytes)
 
     @on_card
     def map(self, runs: Sequence[MapRun]) -> None:
@@ -267,7 +284,7 @@ class CudaDevice(Books):
     def _map_all(self, runs: Sequence[MapRun], places: dict[int, int], undo: Undo) -> None:
         api, size = self.api, self.frame_bytes
         for place, frame in places.items():
-            self._do("mapping", api.cuMemMap, place, size, 0, self._handles[frame], 0)
+            self._do("mapping", api.cuMemMap, place, size, 0, self._frames.handle(frame), 0)
             undo.append(partial(self._do, "unmapping", api.cuMemUnmap, place, size))
         for address, frames, read_only in runs:
             if frames:
@@ -500,8 +517,7 @@ class CudaDevice(Books):
         try:
             handle = self.idle_events.popleft()
         except IndexError:
-            self._events.append(self.driver.call(self.api.cuEventCreate, NO_TIMING))
-            handle = self._events[-1]
+            handle = self._events.make(len(self._events), NO_TIMING)
         self._recorded += 1
         return CudaEvent(self, handle, stream, self._recorded)
 
@@ -523,8 +539,12 @@ class CudaDevice(Books):
         return foreign.event_handle(event)
 
     def _new_stream(self) -> int:
-        self._streams.append(int(self.driver.call(self.api.cuStreamCreate, NON_BLOCKING)))
-        return self._streams[-1]
+        return int(self._streams.make(len(self._streams), NON_BLOCKING))
+
+    @property
+    def made_streams(self) -> list[int]:
+        """The handles of all streams that it has made."""
+        return [int(handle) for handle in self._streams.handles]
 
     # Bytes.
 
@@ -662,6 +682,7 @@ class CudaDevice(Books):
             except (DeviceError, DeviceFault) as error:
                 warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
         self.driver.release()
+        self.checker.free()
         self.traffic.forget()
         self.forget()
 
@@ -670,7 +691,7 @@ class CudaDevice(Books):
         self.kept = False
         try:
             self.busy.update(map(self.handle_of, streams))
-            own = [stream for stream in self._streams if stream not in self._gates]
+            own = [stream for stream in self.made_streams if stream not in self._gates]
             self._wait_for_all([self._live("close", stream) for stream in {*own, *self.busy}])
         except DeviceError as error:
             self.kept, why = True, str(error)
@@ -683,34 +704,15 @@ class CudaDevice(Books):
     def _give_back(self) -> None:
         """Everything, whatever fails of it. Raises DeviceError then. What has been given back is
         struck out, so that a close that was cut short can go on."""
-        api, call, failed = self.api, self.driver.call, list[str]()
-
-        def give(free: Callable[..., object], *arguments: object) -> None:
-            try:
-                free(*arguments)
-            except DeviceError as error:
-                failed.append(error.detail)
-
         self.pay()
         while self._places:
             # Noted before the driver was asked. If one stays mapped, its addresses cannot be freed.
             with suppress(DeviceError):
-                call(api.cuMemUnmap, next(iter(self._places)), self.frame_bytes)
+                place = next(iter(self._places))
+                self.driver.call(self.api.cuMemUnmap, place, self.frame_bytes)
             self._places.remove(next(iter(self._places)))
-        while self._handles:
-            give(call, api.cuMemRelease, next(iter(self._handles.values())))
-            del self._handles[next(iter(self._handles))]
-        while self._regions:
-            give(call, api.cuMemAddressFree, *self._regions[-1])
-            self._regions.pop()
-        for part in (self.pinned.free, self.stopper.free, self.checker.free, self.kernels.unload):
-            give(part)
-        for handles, free in (
-            (self._events, api.cuEventDestroy), (self._streams, api.cuStreamDestroy)
-        ):  # fmt: skip
-            while handles:
-                give(call, free, handles[-1])
-                handles.pop()
+        self.pinned.free()
+        failed = [why for held in reversed(self.driver.held) for why in held.free_all()]
         if failed:
             raise DeviceError("close", "; ".join(failed))
 

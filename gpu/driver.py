@@ -17,9 +17,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NoReturn, TypeVar
 
 from kvstate.errors import ConfigError, DeviceError, DeviceFault
+from kvstate.gpu.held import Held
 
 STICKY: Final = frozenset({
     "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_LAUNCH_TIMEOUT",
@@ -42,6 +43,8 @@ class Driver:
         self.ordinal = ordinal
         self.lost: str | None = None
         """The error that lost the context; None while it is usable."""
+        self.held: list[Held] = []
+        """All that was made, kind by kind."""
         self.device_count = self._count()
         if not 0 <= ordinal < self.device_count:
             raise ConfigError(f"there is no CUDA device {ordinal}; {self.device_count} are visible")
@@ -62,7 +65,7 @@ class Driver:
         to know. Of a context that is lost nothing is asked."""
         error = self.api.cuCtxPushCurrent(self.context)[0]
         if error and self.lost is None:
-            self._raise("cuCtxPushCurrent", error)
+            self.fail("cuCtxPushCurrent", error)
         return self.api.cuThreadExchangeStreamCaptureMode(self._relaxed)[1]
 
     def leave(self, mode: Any) -> None:
@@ -86,8 +89,14 @@ class Driver:
             raise DeviceFault(self.lost)
         error, *values = function(*args)
         if error:
-            self._raise(function.__name__, error)
+            self.fail(function.__name__, error)
         return values[0] if values else None
+
+    def function(self, name: str) -> Callable[..., Any]:
+        """A call of the driver's, to be called by itself. Raises DeviceFault if it is lost."""
+        if self.lost is not None:
+            raise DeviceFault(self.lost)
+        return getattr(self.api, name)  # type: ignore[no-any-return]
 
     def ready(self, event: Any) -> bool:
         """Whether an event has passed."""
@@ -105,7 +114,7 @@ class Driver:
         if error == self.api.CUresult.CUDA_ERROR_STREAM_CAPTURE_IMPLICIT:
             return True
         if error:
-            self._raise("cuStreamIsCapturing", error)
+            self.fail("cuStreamIsCapturing", error)
         return bool(status != self.api.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE)
 
     def _over(self, query: Callable[..., Any], what: Any) -> bool:
@@ -115,7 +124,7 @@ class Driver:
         if error == self.api.CUresult.CUDA_ERROR_NOT_READY:
             return False
         if error:
-            self._raise(query.__name__, error)
+            self.fail(query.__name__, error)
         return True
 
     def attribute(self, name: str) -> int:
@@ -128,7 +137,7 @@ class Driver:
         with self.here():
             error, free, _ = self.api.cuMemGetInfo()
         if error:
-            self._raise("cuMemGetInfo", error)
+            self.fail("cuMemGetInfo", error)
         return int(free)
 
     def release(self) -> None:
@@ -136,7 +145,8 @@ class Driver:
         if self.lost is None:
             self.api.cuDevicePrimaryCtxRelease(self.device)
 
-    def _raise(self, call: str, error: Any) -> None:
+    def fail(self, call: str, error: Any) -> NoReturn:
+        """Raise what an error of the driver's means."""
         name = getattr(error, "name", str(error))
         if name in STICKY:
             self.lost = f"{call} returned {name}: the context of CUDA device {self.ordinal} is lost"

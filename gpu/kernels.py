@@ -18,6 +18,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstate.gpu.driver import Driver
+from kvstate.gpu.held import Held
 from kvstate.pattern import GOLDEN, MIX
 
 TILE_BYTES: Final = 32 << 10
@@ -153,17 +154,11 @@ class Kernels:
         self.driver = driver
         major, minor = (driver.attribute(f"COMPUTE_CAPABILITY_{x}") for x in ("MAJOR", "MINOR"))
         code = _compiled(f"sm_{major}{minor}")
-        self._module: Any = driver.call(driver.api.cuModuleLoadData, code)
+        module = Held(driver, "cuModuleLoadData", "cuModuleUnload").make("kernels", code)
         self._functions = {
-            name: driver.call(driver.api.cuModuleGetFunction, self._module, name.encode())
+            name: driver.call(driver.api.cuModuleGetFunction, module, name.encode())
             for name in NAMES
         }
-
-    def unload(self) -> None:
-        """Give the module back, once."""
-        if self._module is not None:
-            self.driver.call(self.driver.api.cuModuleUnload, self._module)
-            self._module = None
 
     def write(
         self, stream: int, segments: int, firsts: int, count: int, table: int, row_bytes: int,

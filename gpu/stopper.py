@@ -8,9 +8,9 @@ It takes room that other kernels want.
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 from kvstate.gpu.driver import Driver
+from kvstate.gpu.held import Held
 
 _MAPPED = 0x2
 _AT_LEAST = 0x0
@@ -21,29 +21,23 @@ class Stopper:
 
     def __init__(self, driver: Driver) -> None:
         self.driver = driver
-        self._number: Any = None
+        self._held = Held(driver, "cuMemHostAlloc", "cuMemFreeHost")
         self._wanted = 1
 
     def stop(self, stream: int) -> None:
         """Whatever is launched on the stream from now on waits until `go`."""
         api, call = self.driver.api, self.driver.call
-        if self._number is None:
-            self._number = int(call(api.cuMemHostAlloc, 4, _MAPPED))
+        if not self._held:
+            self._held.make("number", 4, _MAPPED)
             self._write(0)
-        place = call(api.cuMemHostGetDevicePointer, self._number, 0)
+        place = call(api.cuMemHostGetDevicePointer, self._held.handle("number"), 0)
         call(api.cuStreamWaitValue32, stream, place, self._wanted, _AT_LEAST)
 
     def go(self) -> None:
         """Let all of them go on."""
-        if self._number is not None:
+        if self._held:
             self._write(self._wanted)
             self._wanted += 1
 
-    def free(self) -> None:
-        """Give the number back. Only when nothing waits for it."""
-        if self._number is not None:
-            self.driver.call(self.driver.api.cuMemFreeHost, self._number)
-            self._number = None
-
     def _write(self, number: int) -> None:
-        ctypes.memmove(self._number, number.to_bytes(4, "little"), 4)
+        ctypes.memmove(int(self._held.handle("number")), number.to_bytes(4, "little"), 4)

@@ -9,6 +9,9 @@ scenario goes on as if nothing had been. *Poisoned*: every call is refused by na
 
 `PYTHONPATH=. python -m tests.interrupts [--device host] [--what KeyboardInterrupt] [--every 1]`
 
+With `--device cuda --within gpu/` the lines are those of the card's device, its opening among them;
+what the process has of the driver is counted where it is made and taken back.
+
 Rejected: signals alone. They come between any two bytecodes, but a run never repeats; a few hundred
 of those are in `tests/signals.py`.
 """
@@ -41,7 +44,7 @@ from kvstate.guard import SOURCE
 from kvstate.observe import check_laws
 from kvstate.view import view
 from tests.faults.scenarios import Scenario
-from tests.runs import PLAYED, Run, calls_of, left
+from tests.runs import PLAYED, Run, calls_of, left, opened_device
 
 PACKAGE: Final = str(Path(kvstate.__file__).parent) + os.sep
 NOT_WATCHED: Final = PACKAGE + "campaign"
@@ -57,6 +60,9 @@ WRONG: Final = (
 
 class AtLine:
     """Does something at the n-th line of the package that runs inside, once."""
+
+    within = ""
+    """What the files are called in which lines count."""
 
     def __init__(self, nth: int, action: Callable[[], object]) -> None:
         self.nth, self.action = nth, action
@@ -76,7 +82,7 @@ class AtLine:
     def _enter(self, frame: FrameType, event: str, argument: Any) -> Any:
         name = frame.f_code.co_filename
         ours = name.startswith(PACKAGE) or name == SOURCE
-        watched = ours and not name.startswith(NOT_WATCHED)
+        watched = ours and not name.startswith(NOT_WATCHED) and self.within in name
         return self._line if watched else None
 
     def _line(self, frame: FrameType, event: str, argument: Any) -> Any:
@@ -360,14 +366,45 @@ def play_all(
     return tally
 
 
+def play_opening(kind: str, what: str, every: int = 1) -> Tally:
+    """An error of that name at every `every`-th line of opening a device: nothing is left of it."""
+    tally = Tally()
+    with quiet():
+        with AtLine(0, nothing) as counted:
+            opened_device(kind).close()
+        for nth in range(1, counted.lines + 1, every):
+            before, place = left(), AtLine(nth, partial(_raise, ERRORS[what]))
+            try:
+                with place:
+                    device = opened_device(kind)
+            except ERRORS[what]:
+                device = None
+            if device is not None:
+                device.close()
+            gc.collect()
+            kept = left() - before
+            tally.lines += 1
+            tally.outcomes["not clean" if kept else "opening"] += 1
+            if kept:
+                tally.wrong["process keeps"] += 1
+                tally.problems.append(f"process keeps: {dict(kept)} | opening, {place.place}")
+    return tally
+
+
 def _job(what: str, every: int, parts: int, only: str, job: tuple[int, str, int]) -> Tally:
     number, kind, part = job
     return play_all(PLAYED[number], kind, what, every * parts, part * every, only)
 
 
+def _limit(within: str) -> None:
+    """Only lines of these files count."""
+    AtLine.within = within
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("host", "null"), action="append")
+    parser.add_argument("--device", choices=("host", "null", "cuda"), action="append")
+    parser.add_argument("--within", default="", help="part of the names of files")
     parser.add_argument("--what", choices=(*ERRORS, FINALISER), default="KeyboardInterrupt")
     parser.add_argument(
         "--scenario", default="", help="part of its name; all of them, if not given"
@@ -376,16 +413,20 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=1)
     parser.add_argument("--workers", type=int, default=2)
     asked = parser.parse_args()
+    _limit(asked.within)
     started, total, parts = monotonic(), Tally(), 8 if asked.workers > 1 else 1
     kinds = asked.device or ["host", "null"]
     chosen = [at for at, one in enumerate(PLAYED) if asked.scenario in one.name]
     jobs = list(product(chosen, kinds, range(parts)))
     job = partial(_job, asked.what, asked.every, parts, asked.call)
+    for kind in kinds if asked.what in ERRORS and not asked.call else ():
+        total.merge(play_opening(kind, asked.what, asked.every))
     if asked.workers == 1:
         for tally in map(job, jobs):
             total.merge(tally)
     else:
-        with multiprocessing.get_context("spawn").Pool(asked.workers) as pool:
+        spawn = multiprocessing.get_context("spawn")
+        with spawn.Pool(asked.workers, _limit, (asked.within,)) as pool:
             for tally in pool.imap_unordered(job, jobs):
                 total.merge(tally)
     print(f"{', '.join(kinds)}: {len(chosen)} scenarios, {total.lines} runs of {asked.what}, "

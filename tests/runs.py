@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import wraps
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,11 +28,58 @@ KEY: Final = 77
 """Of the bytes that steps write; their position makes them differ."""
 
 
+MADE: Final = {
+    "cuMemCreate": "cuMemRelease", "cuMemAddressReserve": "cuMemAddressFree",
+    "cuMemAlloc": "cuMemFree", "cuMemHostAlloc": "cuMemFreeHost",
+    "cuMemHostRegister": "cuMemHostUnregister", "cuModuleLoadData": "cuModuleUnload",
+    "cuStreamCreate": "cuStreamDestroy", "cuEventCreate": "cuEventDestroy",
+}  # fmt: skip
+"""What the driver makes, and what takes it back."""
+HELD: Final = Counter[str]()
+"""How many of each the process has, from the first device that was opened here on."""
+
+
+def counted_driver() -> None:
+    """Count what the driver makes and takes back."""
+    api: Any = import_module("cuda.bindings.driver")
+
+    def counted(name: str, function: Any, step: int) -> Any:
+        @wraps(function)
+        def call(*args: Any) -> Any:
+            answer = function(*args)
+            HELD[name] += 0 if answer[0] else step
+            return answer
+
+        return call
+
+    for make, free in MADE.items() if not hasattr(api.cuMemCreate, "__wrapped__") else ():
+        setattr(api, make, counted(make, getattr(api, make), 1))
+        setattr(api, free, counted(make, getattr(api, free), -1))
+
+
+def opened_device(kind: str) -> Any:
+    """A device. What the driver of a card makes is counted; and a card is waited for in each poll,
+    so that two runs come to the same."""
+    if kind != "cuda":
+        return open_device(kind)
+    counted_driver()
+    device: Any = open_device(kind)
+    poll, traffic = device.poll, device.traffic
+
+    def waits() -> Any:
+        with device.driver.here():
+            device.wait(lambda: traffic.are_over(list(traffic.pending)))
+        return poll()
+
+    device.poll = waits
+    return device
+
+
 class Run:
     """A scenario on a device, as far as it was played."""
 
     def __init__(self, scenario: Scenario, kind: str) -> None:
-        self.device = open_device(kind)
+        self.device = opened_device(kind)
         header = scenario.header(max(4096, self.device.granularity_bytes), "eager")
         self.config, self.calls = header.config, calls_of(scenario)
         self.opened: Manager | None = None
@@ -208,8 +257,8 @@ LOOKS: Final[tuple[Call, ...]] = (
 
 
 def left() -> Counter[str]:
-    """What of devices the process has: mappings by kind, and files."""
-    found = Counter[str]()
+    """What of devices the process has: mappings by kind, files, and what a driver has made."""
+    found = +HELD
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, access, *_, name = (line + " -").split()[:6] if line.count(" ") < 6 else line.split()[:6]
         if "kvstate-frames" in line:

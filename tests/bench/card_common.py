@@ -335,7 +335,8 @@ class CudaRaw(Raw):
         for event in (self._start, self._stop, self._mark):
             self.call(self.api.cuEventDestroy, event)
         self.call(self.api.cuStreamDestroy, self.stream)
-        self.kernels.unload()
+        for held in self.driver.held:
+            held.free_all()
         self.driver.release()
         super().close()
 

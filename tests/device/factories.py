@@ -99,7 +99,7 @@ class Rig:
 
     def quiesce(self) -> list[Completion]:
         """Wait for everything, on all streams that the device has made."""
-        made = getattr(self.device, "_streams", None)
+        made = getattr(self.device, "made_streams", None)
         return self.device.quiesce(made or self.device.streams.streams)  # type: ignore[attr-defined]
 
     def unmap(self, address: int, count_frames: int) -> None:

@@ -539,7 +539,7 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
 
     def make() -> list[Job]:
         device.idle_events.clear()  # so that every run begins alike
-        before.update(int(handle) for handle in device._events)
+        before.update(int(handle) for handle in device._events.handles)
         held[:] = [device.record(None)]
         return [partial(device.record, None), held.clear]
 
@@ -548,7 +548,7 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
         event = run.results.pop(0)
         handles = [int(handle) for handle in (event.handle, *device.idle_events)]
         assert len(set(handles)) == len(handles)
-        assert before.union(handles) == {int(handle) for handle in device._events}
+        assert before.union(handles) == {int(handle) for handle in device._events.handles}
         del event
 
 
