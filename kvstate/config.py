@@ -99,7 +99,7 @@ class GpuTier:
     """GPU memory: `budget_bytes` of it, in frames of `frame_bytes`.
 
     `map_ahead_frames` is the margin beyond its need that every running sequence is to have mapped.
-    Each step maps a few frames of it, at most one more than its tokens fill, for those sequences
+    Each step maps a few frames of it, about one more than its tokens fill, for those sequences
     that will need one first. So with 1 or more no step maps many, however many sequences go over
     their frames in it; a longer margin lasts while steps are uneven or frames are short. It is made
     of free frames, costs nobody admission, and is taken back before a charge fails. With 0 nothing
