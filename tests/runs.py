@@ -239,7 +239,7 @@ def _viewed(run: Run) -> object:
     """Views of whoever has memory, if the device has any."""
     running = [seq for seq in tuple(run.kv.sequences.values()) if seq.base is not None]
     views = [run.kv.tensors(seq, 0)[0] for seq in running if run.device.memory is not None]
-    return [np.asarray(view) for view in views]
+    return [view.__dlpack__() if view.memory[0] == "cuda" else np.asarray(view) for view in views]
 
 
 LOOKS: Final[tuple[Call, ...]] = (
