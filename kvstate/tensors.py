@@ -21,7 +21,6 @@ import numpy as np
 from attrs import frozen
 from numpy.lib import NumpyVersion
 
-from kvstate.arena import Range
 from kvstate.config import DTYPE_BYTES
 from kvstate.errors import (
     ArgumentError,
@@ -59,7 +58,7 @@ KINDS: Final = {
 DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}
 """DLPack's numbers for where memory is."""
 ENDS: Final = {
-    ACTIVE.code: "left its memory and was resumed since",
+    ACTIVE.code: "left that memory since: it was resumed, or a rewind has moved it",
     SUSPENDED.code: "was suspended",
     DROPPED.code: "was dropped",
     CLOSING.code: "was closed",
@@ -101,22 +100,6 @@ each, and whoever counts them copies the set in one step too. A WeakSet lets an 
 question whether somebody looks and the removal, and then fails in who looks."""
 
 
-class Stay(NamedTuple):
-    """One stay of a sequence in a range.
-
-    A range that is handed on was parked in between: when that was tells two stays in it apart.
-    """
-
-    range: Range | None
-    parked_at: int
-    life: int
-
-    @classmethod
-    def of(cls, seq: Sequence) -> Stay:
-        """Where a sequence is now."""
-        return cls(seq.range, seq.range.parked_at if seq.range else 0, seq.life)
-
-
 @frozen(eq=False)
 class TensorView(Handle):
     """K or V of one layer of a sequence, as a strided tensor [tokens, kv_heads, head_dim].
@@ -146,7 +129,8 @@ class TensorView(Handle):
     dtype: str
     memory: tuple[str, int]
     """`("cuda", ordinal)` or `("cpu", 0)`."""
-    _stay: Stay
+    stay: int
+    """The stay of the sequence that it is over."""
 
     def __str__(self) -> str:
         return f"the view of layer {self.layer} {self.part} of {self.seq}"
@@ -156,7 +140,7 @@ class TensorView(Handle):
     @property
     def ended(self) -> str | None:
         """What ended the view, in words; None while it is alive."""
-        if Stay.of(self.seq) != self._stay:
+        if self.seq.stay != self.stay:
             return f"{self.seq} {ENDS[self.seq.state]}"
         if self.shape[0] > self.seq.capacity_tokens:
             return f"{self.seq} was resized to less than its {self.shape[0]} tokens"
@@ -273,7 +257,7 @@ def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, Te
     size = DTYPE_BYTES[spec.dtype]
     shape = (count, spec.kv_heads, spec.head_dim)
     strides = (geometry.row_bytes, spec.head_dim * size, size)
-    address, stay = seq.base, Stay.of(seq)
+    address, stay = seq.base, seq.last_stay
     k, v = (
         TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
         for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
@@ -286,6 +270,6 @@ def tensors_held(seq: Sequence) -> int:
 
     O(tensors held of all sequences).
     """
-    now = Stay.of(seq)
     held = [export() for export in tuple(_EXPORTS)]
-    return sum(export is not None and export.view._stay == now for export in held)
+    views = [export.view for export in held if export is not None]
+    return sum(view.seq is seq and view.stay == seq.stay for view in views)

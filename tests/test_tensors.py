@@ -37,6 +37,8 @@ from kvstate.gpu import HostDevice, NullDevice, open_device
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.tensors import KINDS, tensors_held
 from tests.conftest import Open
+from tests.test_reuse import said
+from tests.test_spans import doubled, more
 
 LAYERS: Final = (
     LayerSpec(2, 8, "float32", count=2),
@@ -308,7 +310,7 @@ def test_a_view_does_not_come_back_with_its_range(open_layers: OpenLayers) -> No
     kv.poll()
     seq.resume()
     assert (seq.base, seq.life, kv.counters["adoptions"]) == (base, life, 1)
-    assert_dead(view, "sequence 1 left its memory and was resumed since")
+    assert_dead(view, "sequence 1 left that memory since: it was resumed, or a rewind has moved it")
     assert kv.tensors(seq, 0)[1].ended is None
 
 
@@ -356,6 +358,78 @@ def test_a_view_of_a_poisoned_manager_dies_with_it(open_layers: OpenLayers) -> N
     kv.close()
     assert view.seq.state_name == "ACTIVE"
     assert_dead(view, "its manager was closed")
+
+
+# Stays.
+
+
+def stays(*seqs: Sequence) -> list[int | None]:
+    return [seq.stay for seq in seqs]
+
+
+def test_a_stay_is_left_by_what_takes_the_memory_and_by_nothing_else(
+    open_layers: OpenLayers,
+) -> None:
+    """Growth, shrink, commit, steps, a rewind in place, and what copies end, leave it."""
+    kv = open_layers()
+    seq = kv.create()
+    assert stays(seq) == [None]
+    seq.resume()
+    grow(kv, seq, 6)
+    seq.resize(16)
+    seq.resize(6)
+    seq.commit(range(4))
+    seq.rewind(3)
+    child = kv.fork(seq)
+    kv.poll()
+    dummy = kv.dummy(4)
+    assert stays(seq, child, dummy) == [1, 2, 3]
+    for leave in (seq.suspend, child.drop, dummy.close):
+        leave()
+    assert stays(seq, child, dummy) == [None] * 3
+    for one in (seq, child):
+        one.resume()
+    assert stays(seq, child) == [4, 5]
+
+
+def test_a_rewind_that_moves_begins_another_stay(open_manager: Open) -> None:
+    kv = open_manager(frames=16)
+    said(kv, list(range(12)))
+    seq = more(kv, [*range(12), 12])
+    grow(kv, seq, 1)
+    assert (seq.shared_tokens, seq.length_tokens) == (12, 13)
+    _, view = kv.tensors(seq, 0, 1)
+    base, stay = seq.base, seq.stay
+    seq.rewind(12)
+    assert (seq.base, seq.stay, view.ended) == (base, stay, None)
+    seq.rewind(9)
+    assert kv.counters["moves"] == 1
+    assert seq.base != base
+    assert stays(seq) == [3]
+    assert_dead(view, "sequence 2 left that memory since: it was resumed, or a rewind has moved it")
+
+
+def test_a_remap_leaves_the_stay(open_manager: Open) -> None:
+    """Copies of what a span has are mapped onto it when memory is short: at the same address."""
+    kv, seqs = doubled(open_manager)
+    places = [(seq.base, seq.stay) for seq in seqs]
+    more(kv, [9]).resize(16)
+    assert kv.counters["remaps"] == 3
+    assert [(seq.base, seq.stay) for seq in seqs] == places
+
+
+def test_a_load_that_fails_ends_the_stay(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    seq.suspend()
+    kv.poll()
+    device: Any = kv.device
+    device.fail_next("complete")
+    seq.resume()
+    assert stays(seq) == [2]
+    kv.poll()
+    assert stays(seq) == [None]
+    assert seq.state_name == "SUSPENDED"
 
 
 # What consumers hold.
