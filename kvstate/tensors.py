@@ -14,14 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
+from typing import Any, Final, NamedTuple, NoReturn
 from weakref import ref
 
 import numpy as np
 from attrs import frozen
 from numpy.lib import NumpyVersion
 
-from kvstate.config import DTYPE_BYTES
+from kvstate.config import DTYPE_BYTES, LayerSpec
 from kvstate.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -29,13 +31,12 @@ from kvstate.errors import (
     DeadView,
     IllegalTransition,
     NotCopied,
+    StaleAddress,
 )
 from kvstate.handles import Handle
+from kvstate.sequence import Columns, Sequence, foreign
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
-from kvstate.values import described, flag, whole
-
-if TYPE_CHECKING:
-    from kvstate.sequence import Sequence
+from kvstate.values import described, flag, in_order, whole
 
 
 class Kind(NamedTuple):
@@ -102,14 +103,16 @@ question whether somebody looks and the removal, and then fails in who looks."""
 
 @frozen(eq=False)
 class TensorView(Handle):
-    """K or V of one layer of a sequence, as a strided tensor [tokens, kv_heads, head_dim].
+    """Memory of a sequence as a strided tensor: K or V of one layer, [tokens, kv_heads, head_dim],
+    or all layers at once, [tokens, layers, 2, kv_heads, head_dim].
 
-    Made by `Manager.tensors`; torch, CuPy and numpy take it without a copy, through DLPack,
-    `__cuda_array_interface__` or (in host memory) `__array_interface__`. It is dead once its
-    sequence is suspended, dropped or closed, for good, or while its capacity is below the view's
-    tokens; growth and `rewind` leave it alive. Every export of a dead one raises DeadView. Nobody
-    sees what a consumer does with memory that it has already taken: such a tensor is stale, and a
-    read of it may fault.
+    Made by `Manager.tensors` and `Manager.tensors_all`; torch, CuPy and numpy take it without a
+    copy, through DLPack, `__cuda_array_interface__` or (in host memory) `__array_interface__`. It
+    is dead, for good, once the stay of its sequence has ended (see `Sequence.stay`); growth and a
+    `rewind` in place leave it alive. That of one layer is dead too while the capacity is below its
+    tokens; that of all layers is not, and only what is below the capacity may be touched. Every
+    export of a dead one raises DeadView. Nobody sees what a consumer does with memory that it has
+    already taken: such a tensor is stale, and a read of it may fault.
 
     **Streams.** A view is ordered as kernels are: use it on the sequence's stream, or after it.
     `resume` makes that stream wait for the copy back, and `suspend` copies out after what the
@@ -119,13 +122,14 @@ class TensorView(Handle):
     """
 
     seq: Sequence
-    layer: int
-    part: str
-    """`K` or `V`."""
+    layer: int | None
+    """None for all of them."""
+    part: str | None
+    """`K` or `V`; None for both."""
     address: int
     """Of the first element."""
-    shape: tuple[int, int, int]
-    strides_bytes: tuple[int, int, int]
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
     dtype: str
     memory: tuple[str, int]
     """`("cuda", ordinal)` or `("cpu", 0)`."""
@@ -133,7 +137,8 @@ class TensorView(Handle):
     """The stay of the sequence that it is over."""
 
     def __str__(self) -> str:
-        return f"the view of layer {self.layer} {self.part} of {self.seq}"
+        what = "all layers" if self.layer is None else f"layer {self.layer} {self.part}"
+        return f"the view of {what} of {self.seq}"
 
     __repr__ = __str__
 
@@ -142,7 +147,7 @@ class TensorView(Handle):
         """What ended the view, in words; None while it is alive."""
         if self.seq.stay != self.stay:
             return f"{self.seq} {ENDS[self.seq.state]}"
-        if self.shape[0] > self.seq.capacity_tokens:
+        if self.layer is not None and self.shape[0] > self.seq.capacity_tokens:
             return f"{self.seq} was resized to less than its {self.shape[0]} tokens"
         return "its manager was closed" if self.seq.kv.closed else None
 
@@ -240,29 +245,90 @@ def _pair(name: str, value: Any) -> tuple[int, int] | None:
 
 def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:
     """K and V of a layer; see `Manager.tensors`."""
-    memory, geometry = seq.kv.device.memory, seq.kv.geometry
+    geometry, longest = seq.kv.geometry, seq.kv.config.max_tokens
     layer = whole("layer", layer, 0, geometry.layer_count - 1)
-    longest = seq.kv.config.max_tokens
     count = seq.scheduled_tokens if tokens is None else whole("tokens", tokens, 0, longest)
-    if seq.base is None:
-        reason = "it has no GPU memory; resume it first"
-        raise IllegalTransition(str(seq), "tensors", seq.state_name, reason)
+    base = _base(seq, "tensors")
     if count > seq.capacity_tokens:
         most = f"from 0 to {seq.capacity_tokens}, its capacity; resize it first for more"
         raise ArgumentError(f"{seq}: tensors: {count} tokens is not {most}")
-    if memory is None:
-        name = seq.kv.device.name
-        raise ConfigError(f"the {name} device has no memory; open a host or a cuda device")
-    spec, offset = geometry.layer(layer)
+    memory, (spec, offset) = _memory(seq), geometry.layer(layer)
     size = DTYPE_BYTES[spec.dtype]
+    part_bytes = spec.kv_heads * spec.head_dim * size
     shape = (count, spec.kv_heads, spec.head_dim)
     strides = (geometry.row_bytes, spec.head_dim * size, size)
-    address, stay = seq.base, seq.last_stay
     k, v = (
-        TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
-        for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
+        TensorView(seq, layer, part, at, shape, strides, spec.dtype, memory, seq.last_stay)
+        for part, at in (("K", base + offset), ("V", base + offset + part_bytes))
     )
     return k, v
+
+
+def view_of_all(seq: Sequence, tokens: int | None) -> TensorView:
+    """All layers, K and V; see `Manager.tensors_all`."""
+    geometry, most = seq.kv.geometry, seq.max_tokens
+    count = most if tokens is None else whole("tokens", tokens, 0, most)
+    base = _base(seq, "tensors_all")
+    memory, spec = _memory(seq), _common(geometry.layers)
+    heads, dim, size = spec.kv_heads, spec.head_dim, DTYPE_BYTES[spec.dtype]
+    part_bytes = heads * dim * size
+    shape = (count, geometry.layer_count, 2, heads, dim)
+    strides = (geometry.row_bytes, 2 * part_bytes, part_bytes, dim * size, size)
+    stay = seq.last_stay
+    return TensorView(seq, None, None, base, shape, strides, spec.dtype, memory, stay)
+
+
+def _base(seq: Sequence, call: str) -> int:
+    """Where its memory begins. Raises IllegalTransition if it has none."""
+    if seq.base is None:
+        reason = "it has no GPU memory; resume it first"
+        raise IllegalTransition(str(seq), call, seq.state_name, reason)
+    return seq.base
+
+
+def _memory(seq: Sequence) -> tuple[str, int]:
+    """Where the device has its memory. Raises ConfigError if it has none."""
+    device = seq.kv.device
+    if device.memory is None:
+        raise ConfigError(f"the {device.name} device has no memory; open a host or a cuda device")
+    return device.memory
+
+
+def _common(layers: Sequence_[LayerSpec]) -> LayerSpec:
+    """The shape and type of all layers, which then lie one behind the other, as K and V do. Raises
+    ConfigError, naming the first that differs."""
+    first, number = layers[0], 0
+    for spec in layers:
+        if _said(spec) != _said(first):
+            raise ConfigError(
+                f"layer {number} is {_said(spec)} and layer 0 is {_said(first)}, kv_heads by "
+                "head_dim: they make no tensor together; use tensors, layer by layer"
+            )
+        number += spec.count
+    return first
+
+
+def _said(spec: LayerSpec) -> str:
+    return f"{spec.kv_heads} x {spec.head_dim} {spec.dtype}"
+
+
+def check_stays(columns: Columns, stays: Iterable[tuple[Sequence, int | None]]) -> None:
+    """Raise StaleAddress unless all these sequences are in the stays named; see `Manager.reads`."""
+    named = [_stay(columns, f"stays[{at}]", one) for at, one in enumerate(in_order("stays", stays))]
+    for seq, stay in named:
+        if seq.stay != stay:
+            raise StaleAddress(str(seq), stay, seq.stay, ENDS[seq.state])
+
+
+def _stay(columns: Columns, name: str, value: Any) -> tuple[Sequence, int]:
+    """A sequence of this manager, and the number of a stay."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        wanted = "a pair of a sequence and its stay is wanted"
+        raise ArgumentTypeError(f"{name} is {described(value)}: {wanted}")
+    seq, stay = value
+    if type(seq) is not Sequence or seq.columns is not columns:
+        raise foreign(seq, Sequence)
+    return seq, whole(f"{name}[1]", stay, 1)
 
 
 def tensors_held(seq: Sequence) -> int:
