@@ -23,6 +23,7 @@ from kvstate.errors import (
     NotCopied,
     OutOfFrames,
     OutOfRows,
+    StaleAddress,
     StreamCaptured,
     TraceError,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "OutOfFrames",
     "OutOfRows",
     "Sequence",
+    "StaleAddress",
     "Stats",
     "Step",
     "StreamCaptured",

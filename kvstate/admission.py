@@ -313,6 +313,8 @@ class Admission(Stepping):
         seq.range, seq.stream = range_, stream
         range_.give(seq)
         self.columns.set_base(seq.row, range_.base)
+        self.columns.stays += 1
+        seq.last_stay = self.columns.stays
         self._set_capacity(seq)
 
     def _load(self, seq: Sequence, start: Start, *, fresh: bool) -> Transfer:

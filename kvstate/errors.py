@@ -133,7 +133,20 @@ class DeadView(KvStateError, BufferError):
 
     def __init__(self, view: str, reason: str) -> None:
         self.view, self.reason = view, reason
-        super().__init__(f"{view} is dead: {reason}; take a new one with tensors()")
+        super().__init__(f"{view} is dead: {reason}; take a new one")
+
+
+class StaleAddress(KvStateError):
+    """Something is about to use addresses of a sequence that are not its own any more, such as a
+    CUDA graph that was captured over them. `then` is the stay in which they were taken, `now` the
+    present one, None if there is none. Nothing has changed."""
+
+    def __init__(self, subject: str, then: int, now: int | None, reason: str) -> None:
+        self.subject, self.then, self.now, self.reason = subject, then, now, reason
+        super().__init__(
+            f"{subject}: addresses of its stay {then} are no good: it {reason}; its stay is "
+            f"{now} now. Capture again, over the addresses that it has then"
+        )
 
 
 class NotCopied(ArgumentError, BufferError):

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
 from types import TracebackType
 from typing import TYPE_CHECKING, Final, Self
@@ -50,7 +50,7 @@ from kvstate.spec.facts import Ledger
 from kvstate.spec.host import COMING
 from kvstate.spec.sequence import CLOSED, CLOSING
 from kvstate.stats import Stats, stats
-from kvstate.tensors import TensorView, views
+from kvstate.tensors import TensorView, check_stays, view_of_all, views
 from kvstate.values import able, flag, ids, instance, whole
 
 if TYPE_CHECKING:
@@ -158,6 +158,31 @@ class Manager(Rewinding, Handle):
         """
         self._enter(seq)
         return views(seq, layer, tokens)
+
+    @guarded
+    def tensors_all(self, seq: Sequence, tokens: int | None = None) -> TensorView:
+        """All layers as one tensor [tokens, layers, 2, kv_heads, head_dim] (K, then V) over the
+        sequence's memory.
+
+        `tokens` may be anything up to the sequence's `max_tokens`, which is the default: so one
+        export serves a whole stay (see `Sequence.stay`), whatever grows. Only what is below
+        `capacity_tokens` is mapped, and a read or a write beyond it faults; before the first token
+        has memory, a library that asks the driver about the address may refuse the view. Raises as
+        `tensors` does, and ConfigError if not all layers have one shape and type.
+        """
+        self._enter(seq)
+        return view_of_all(seq, tokens)
+
+    @guarded
+    def reads(self, stays: Iterable[tuple[Sequence, int | None]]) -> None:
+        """Say that addresses are about to be used which were taken in these stays, as a replay of a
+        CUDA graph does: for each sequence, what `Sequence.stay` was then.
+
+        Raises StaleAddress for the first whose stay has ended, naming what has ended it, and
+        ArgumentError for a stay of None: there were no addresses. Changes nothing. O(pairs).
+        """
+        self._enter()
+        check_stays(self.columns, stays)
 
     @guarded
     def resize(self, seq: Sequence, capacity_tokens: int) -> None:

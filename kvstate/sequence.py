@@ -73,6 +73,8 @@ class Columns:
         """The known token ids of the block that is not full yet."""
         self.version = 0
         """Grows with every change that could make a step illegal."""
+        self.stays = 0
+        """Stays of sequences in ranges so far: their numbers."""
 
     def enter(self, row: int, code: int) -> None:
         """The sequence of a row comes to be in that state. The one place that counts them."""
@@ -166,7 +168,7 @@ class Sequence(Handle):
 
     __slots__ = (
         "_life", "columns", "commits", "editions", "extent_frames", "extras", "held_tokens",
-        "identity", "keys", "kv", "matched_tokens", "max_tokens", "nodes", "pages",
+        "identity", "keys", "kv", "last_stay", "matched_tokens", "max_tokens", "nodes", "pages",
         "promised_frames", "prompt", "range", "reserves", "row", "slots", "state", "stream",
         "transfer", "uid",
     )  # fmt: skip
@@ -200,6 +202,8 @@ class Sequence(Handle):
         blocks = kv.geometry.blocks(max_tokens)
         self.pages = Cells(self, bytearray(blocks), kv.arena.counts.pages)
         self.range: Range | None = None
+        self.last_stay = 0
+        """The number of its present stay in a range, or of the last one."""
         self.slots: Sequence_[Run] = ()
         """Its host slots, in the order of its pages."""
         self.held_tokens = 0
@@ -306,6 +310,17 @@ class Sequence(Handle):
     def base(self) -> int | None:
         """The address of its first token row on the GPU; None while it has no range."""
         return None if self.range is None else self.range.base
+
+    @property
+    def stay(self) -> int | None:
+        """The number of its present stay in a range; None while it has no GPU memory.
+
+        Addresses of the sequence, tensor views, and CUDA graphs that were captured over either are
+        good while this is what it was. `resume`, `fork` (for the child), `dummy` and a `rewind`
+        that moves begin a stay; `suspend`, `drop`, `close` and a load that fails end it. No other
+        call changes it. No two stays of a manager have the same number.
+        """
+        return None if self.range is None else self.last_stay
 
     @property
     def written_tokens(self) -> int:

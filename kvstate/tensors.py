@@ -14,15 +14,16 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from typing import TYPE_CHECKING, Any, Final, NamedTuple, NoReturn
+from collections.abc import Iterable
+from collections.abc import Sequence as Sequence_
+from typing import Any, Final, NamedTuple, NoReturn
 from weakref import ref
 
 import numpy as np
 from attrs import frozen
 from numpy.lib import NumpyVersion
 
-from kvstate.arena import Range
-from kvstate.config import DTYPE_BYTES
+from kvstate.config import DTYPE_BYTES, LayerSpec
 from kvstate.errors import (
     ArgumentError,
     ArgumentTypeError,
@@ -30,13 +31,12 @@ from kvstate.errors import (
     DeadView,
     IllegalTransition,
     NotCopied,
+    StaleAddress,
 )
 from kvstate.handles import Handle
+from kvstate.sequence import Columns, Sequence, foreign
 from kvstate.spec.sequence import ACTIVE, CLOSED, CLOSING, DROPPED, SUSPENDED
-from kvstate.values import described, flag, whole
-
-if TYPE_CHECKING:
-    from kvstate.sequence import Sequence
+from kvstate.values import described, flag, in_order, whole
 
 
 class Kind(NamedTuple):
@@ -59,7 +59,7 @@ KINDS: Final = {
 DEVICE_TYPES: Final = {"cpu": 1, "cuda": 2}
 """DLPack's numbers for where memory is."""
 ENDS: Final = {
-    ACTIVE.code: "left its memory and was resumed since",
+    ACTIVE.code: "left that memory since: it was resumed, or a rewind has moved it",
     SUSPENDED.code: "was suspended",
     DROPPED.code: "was dropped",
     CLOSING.code: "was closed",
@@ -101,32 +101,18 @@ each, and whoever counts them copies the set in one step too. A WeakSet lets an 
 question whether somebody looks and the removal, and then fails in who looks."""
 
 
-class Stay(NamedTuple):
-    """One stay of a sequence in a range.
-
-    A range that is handed on was parked in between: when that was tells two stays in it apart.
-    """
-
-    range: Range | None
-    parked_at: int
-    life: int
-
-    @classmethod
-    def of(cls, seq: Sequence) -> Stay:
-        """Where a sequence is now."""
-        return cls(seq.range, seq.range.parked_at if seq.range else 0, seq.life)
-
-
 @frozen(eq=False)
 class TensorView(Handle):
-    """K or V of one layer of a sequence, as a strided tensor [tokens, kv_heads, head_dim].
+    """Memory of a sequence as a strided tensor: K or V of one layer, [tokens, kv_heads, head_dim],
+    or all layers at once, [tokens, layers, 2, kv_heads, head_dim].
 
-    Made by `Manager.tensors`; torch, CuPy and numpy take it without a copy, through DLPack,
-    `__cuda_array_interface__` or (in host memory) `__array_interface__`. It is dead once its
-    sequence is suspended, dropped or closed, for good, or while its capacity is below the view's
-    tokens; growth and `rewind` leave it alive. Every export of a dead one raises DeadView. Nobody
-    sees what a consumer does with memory that it has already taken: such a tensor is stale, and a
-    read of it may fault.
+    Made by `Manager.tensors` and `Manager.tensors_all`; torch, CuPy and numpy take it without a
+    copy, through DLPack, `__cuda_array_interface__` or (in host memory) `__array_interface__`. It
+    is dead, for good, once the stay of its sequence has ended (see `Sequence.stay`); growth and a
+    `rewind` in place leave it alive. That of one layer is dead too while the capacity is below its
+    tokens; that of all layers is not, and only what is below the capacity may be touched. Every
+    export of a dead one raises DeadView. Nobody sees what a consumer does with memory that it has
+    already taken: such a tensor is stale, and a read of it may fault.
 
     **Streams.** A view is ordered as kernels are: use it on the sequence's stream, or after it.
     `resume` makes that stream wait for the copy back, and `suspend` copies out after what the
@@ -136,29 +122,32 @@ class TensorView(Handle):
     """
 
     seq: Sequence
-    layer: int
-    part: str
-    """`K` or `V`."""
+    layer: int | None
+    """None for all of them."""
+    part: str | None
+    """`K` or `V`; None for both."""
     address: int
     """Of the first element."""
-    shape: tuple[int, int, int]
-    strides_bytes: tuple[int, int, int]
+    shape: tuple[int, ...]
+    strides_bytes: tuple[int, ...]
     dtype: str
     memory: tuple[str, int]
     """`("cuda", ordinal)` or `("cpu", 0)`."""
-    _stay: Stay
+    stay: int
+    """The stay of the sequence that it is over."""
 
     def __str__(self) -> str:
-        return f"the view of layer {self.layer} {self.part} of {self.seq}"
+        what = "all layers" if self.layer is None else f"layer {self.layer} {self.part}"
+        return f"the view of {what} of {self.seq}"
 
     __repr__ = __str__
 
     @property
     def ended(self) -> str | None:
         """What ended the view, in words; None while it is alive."""
-        if Stay.of(self.seq) != self._stay:
+        if self.seq.stay != self.stay:
             return f"{self.seq} {ENDS[self.seq.state]}"
-        if self.shape[0] > self.seq.capacity_tokens:
+        if self.layer is not None and self.shape[0] > self.seq.capacity_tokens:
             return f"{self.seq} was resized to less than its {self.shape[0]} tokens"
         return "its manager was closed" if self.seq.kv.closed else None
 
@@ -256,29 +245,90 @@ def _pair(name: str, value: Any) -> tuple[int, int] | None:
 
 def views(seq: Sequence, layer: int, tokens: int | None) -> tuple[TensorView, TensorView]:
     """K and V of a layer; see `Manager.tensors`."""
-    memory, geometry = seq.kv.device.memory, seq.kv.geometry
+    geometry, longest = seq.kv.geometry, seq.kv.config.max_tokens
     layer = whole("layer", layer, 0, geometry.layer_count - 1)
-    longest = seq.kv.config.max_tokens
     count = seq.scheduled_tokens if tokens is None else whole("tokens", tokens, 0, longest)
-    if seq.base is None:
-        reason = "it has no GPU memory; resume it first"
-        raise IllegalTransition(str(seq), "tensors", seq.state_name, reason)
+    base = _base(seq, "tensors")
     if count > seq.capacity_tokens:
         most = f"from 0 to {seq.capacity_tokens}, its capacity; resize it first for more"
         raise ArgumentError(f"{seq}: tensors: {count} tokens is not {most}")
-    if memory is None:
-        name = seq.kv.device.name
-        raise ConfigError(f"the {name} device has no memory; open a host or a cuda device")
-    spec, offset = geometry.layer(layer)
+    memory, (spec, offset) = _memory(seq), geometry.layer(layer)
     size = DTYPE_BYTES[spec.dtype]
+    part_bytes = spec.kv_heads * spec.head_dim * size
     shape = (count, spec.kv_heads, spec.head_dim)
     strides = (geometry.row_bytes, spec.head_dim * size, size)
-    address, stay = seq.base, Stay.of(seq)
     k, v = (
-        TensorView(seq, layer, part, address + at, shape, strides, spec.dtype, memory, stay)
-        for part, at in (("K", offset), ("V", offset + spec.kv_heads * spec.head_dim * size))
+        TensorView(seq, layer, part, at, shape, strides, spec.dtype, memory, seq.last_stay)
+        for part, at in (("K", base + offset), ("V", base + offset + part_bytes))
     )
     return k, v
+
+
+def view_of_all(seq: Sequence, tokens: int | None) -> TensorView:
+    """All layers, K and V; see `Manager.tensors_all`."""
+    geometry, most = seq.kv.geometry, seq.max_tokens
+    count = most if tokens is None else whole("tokens", tokens, 0, most)
+    base = _base(seq, "tensors_all")
+    memory, spec = _memory(seq), _common(geometry.layers)
+    heads, dim, size = spec.kv_heads, spec.head_dim, DTYPE_BYTES[spec.dtype]
+    part_bytes = heads * dim * size
+    shape = (count, geometry.layer_count, 2, heads, dim)
+    strides = (geometry.row_bytes, 2 * part_bytes, part_bytes, dim * size, size)
+    stay = seq.last_stay
+    return TensorView(seq, None, None, base, shape, strides, spec.dtype, memory, stay)
+
+
+def _base(seq: Sequence, call: str) -> int:
+    """Where its memory begins. Raises IllegalTransition if it has none."""
+    if seq.base is None:
+        reason = "it has no GPU memory; resume it first"
+        raise IllegalTransition(str(seq), call, seq.state_name, reason)
+    return seq.base
+
+
+def _memory(seq: Sequence) -> tuple[str, int]:
+    """Where the device has its memory. Raises ConfigError if it has none."""
+    device = seq.kv.device
+    if device.memory is None:
+        raise ConfigError(f"the {device.name} device has no memory; open a host or a cuda device")
+    return device.memory
+
+
+def _common(layers: Sequence_[LayerSpec]) -> LayerSpec:
+    """The shape and type of all layers, which then lie one behind the other, as K and V do. Raises
+    ConfigError, naming the first that differs."""
+    first, number = layers[0], 0
+    for spec in layers:
+        if _said(spec) != _said(first):
+            raise ConfigError(
+                f"layer {number} is {_said(spec)} and layer 0 is {_said(first)}, kv_heads by "
+                "head_dim: they make no tensor together; use tensors, layer by layer"
+            )
+        number += spec.count
+    return first
+
+
+def _said(spec: LayerSpec) -> str:
+    return f"{spec.kv_heads} x {spec.head_dim} {spec.dtype}"
+
+
+def check_stays(columns: Columns, stays: Iterable[tuple[Sequence, int | None]]) -> None:
+    """Raise StaleAddress unless all these sequences are in the stays named; see `Manager.reads`."""
+    named = [_stay(columns, f"stays[{at}]", one) for at, one in enumerate(in_order("stays", stays))]
+    for seq, stay in named:
+        if seq.stay != stay:
+            raise StaleAddress(str(seq), stay, seq.stay, ENDS[seq.state])
+
+
+def _stay(columns: Columns, name: str, value: Any) -> tuple[Sequence, int]:
+    """A sequence of this manager, and the number of a stay."""
+    if not isinstance(value, tuple | list) or len(value) != 2:
+        wanted = "a pair of a sequence and its stay is wanted"
+        raise ArgumentTypeError(f"{name} is {described(value)}: {wanted}")
+    seq, stay = value
+    if type(seq) is not Sequence or seq.columns is not columns:
+        raise foreign(seq, Sequence)
+    return seq, whole(f"{name}[1]", stay, 1)
 
 
 def tensors_held(seq: Sequence) -> int:
@@ -286,6 +336,6 @@ def tensors_held(seq: Sequence) -> int:
 
     O(tensors held of all sequences).
     """
-    now = Stay.of(seq)
     held = [export() for export in tuple(_EXPORTS)]
-    return sum(export is not None and export.view._stay == now for export in held)
+    views = [export.view for export in held if export is not None]
+    return sum(view.seq is seq and view.stay == seq.stay for view in views)

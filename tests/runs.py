@@ -242,6 +242,19 @@ def _viewed(run: Run) -> object:
     return [view.__dlpack__() if view.memory[0] == "cuda" else np.asarray(view) for view in views]
 
 
+def _viewed_whole(run: Run) -> object:
+    """The same, all layers at once and as long as they may become."""
+    running = [seq for seq in tuple(run.kv.sequences.values()) if seq.base is not None]
+    views = [run.kv.tensors_all(seq) for seq in running if run.device.memory is not None]
+    return [np.asarray(view) for view in views]
+
+
+def _read(run: Run) -> object:
+    """What a graph says that was captured just now."""
+    running = [seq for seq in tuple(run.kv.sequences.values()) if seq.stay is not None]
+    return run.kv.reads([(seq, seq.stay) for seq in running])
+
+
 LOOKS: Final[tuple[Call, ...]] = (
     ("ended", lambda run: run.kv.ended()),
     ("probe_reuse", lambda run: run.kv.probe_reuse(IDS)),
@@ -250,6 +263,8 @@ LOOKS: Final[tuple[Call, ...]] = (
     ("largest_max_tokens", lambda run: run.kv.largest_max_tokens(2)),
     ("stats", lambda run: run.kv.stats()),
     ("tensors", _viewed),
+    ("tensors_all", _viewed_whole),
+    ("reads", _read),
     ("events", _drained),
     ("batch", _changed),
 )

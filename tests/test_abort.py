@@ -233,6 +233,7 @@ USES: Final[dict[str, Callable[[Manager, Sequence], object]]] = {
     "close": lambda kv, seq: kv.close_sequence(seq),
     "close after an event": lambda kv, seq: kv.close_sequence(seq, kv.device.record(None)),
     "tensors": lambda kv, seq: kv.tensors(seq, 0),
+    "tensors_all": lambda kv, seq: kv.tensors_all(seq),
 }
 
 

@@ -68,6 +68,8 @@ KINDS: Final[dict[str, tuple[Any, str]]] = {
     "length_tokens": (lambda w: 1, _WHOLE), "capacity_tokens": (lambda w: 12, _WHOLE),
     "Manager.tensors.layer": (lambda w: 0, _WHOLE),
     "Manager.tensors.tokens": (lambda w: 1, "none whole"),
+    "Manager.tensors_all.tokens": (lambda w: None, "none whole"),
+    "Manager.reads.stays": (lambda w: [(w.active, w.active.stay)], "empty batch"),
     "Manager.trim.keep_frames": (lambda w: 0, _ANY),
     "Manager.poll.deliver": (lambda w: [], "none empty"),
     "rank": (lambda w: 0, "none whole large"), "most_events": (lambda w: 4, "none whole large"),
@@ -126,7 +128,9 @@ INSIDE: Final = (
     "Sequence.set_capacity",
 )  # fmt: skip
 """Called by the index and by plans alone."""
-REFUSED: Final = ("TensorView.__array__", "Manager.tensors", "Publisher.encode")
+REFUSED: Final = (
+    "TensorView.__array__", "Manager.tensors", "Manager.tensors_all", "Publisher.encode",
+)  # fmt: skip
 """Whatever they are given: numpy must not wrap a view, there is no memory behind these, and no
 value here is a batch of events."""
 
@@ -382,6 +386,7 @@ HOLES: Final[list[tuple[str, Callable[..., Any], str, str]]] = [
     ("kvstate.publisher.number", _before, "Publisher.drain", "taken"),
     ("kvstate.keys.whole", _before, "Manager.probe_reuse", "taken"),
     ("kvstate.index.whole", _before, "Index", "raw"),
+    ("kvstate.tensors.in_order", _before, "Manager.reads", "raw"),
     ("kvstate.tensors.flag", _before, "TensorView.__dlpack__", "taken"),
     ("kvstate.gpu.null.NullDevice.check_stream", _blind, "Manager.fork", "changed"),
 ]

@@ -29,6 +29,7 @@ from kvstate import (
     LayerSpec,
     Manager,
     Sequence,
+    StaleAddress,
     TensorView,
 )
 from kvstate.config import DTYPE_BYTES, Geometry
@@ -37,6 +38,8 @@ from kvstate.gpu import HostDevice, NullDevice, open_device
 from kvstate.pattern import SCRUB_BYTE
 from kvstate.tensors import KINDS, tensors_held
 from tests.conftest import Open
+from tests.test_reuse import said
+from tests.test_spans import doubled, more
 
 LAYERS: Final = (
     LayerSpec(2, 8, "float32", count=2),
@@ -186,6 +189,105 @@ def test_no_tokens_is_no_memory(open_layers: OpenLayers, take: Callable[[Any], A
     assert take(view).shape == (0, 3, 16)
 
 
+# All layers at once.
+
+
+EQUAL: Final = LayerSpec(2, 8, "float16", count=2), LayerSpec(2, 8, "float16")
+"""Three layers of one shape, however they are written down."""
+
+
+def assert_all_of_it(kv: Manager, seq: Sequence, array: Any, first: int) -> None:
+    """In the tokens that have memory it is what the views of every layer are, byte for byte."""
+    tokens = seq.capacity_tokens
+    for layer in range(3):
+        for part, view in enumerate(kv.tensors(seq, layer, tokens)):
+            one: Any = np.asarray(view)
+            assert array[:tokens, layer, part].ctypes.data == one.ctypes.data == view.address
+            one[:] = np.arange(one.size).reshape(one.shape) % 500 + first + 7 * layer + part
+            assert np.array_equal(array[:tokens, layer, part], one)
+
+
+@pytest.mark.parametrize("take", [np.asarray, np.from_dlpack])
+def test_all_layers_are_what_every_layer_is(
+    open_layers: OpenLayers, take: Callable[[Any], Any]
+) -> None:
+    """One export is right through growth, shrink and rewinds in place."""
+    kv = open_layers(*EQUAL)
+    seq = start(kv, 1)
+    view = kv.tensors_all(seq)
+    array = take(view)
+    assert (array.dtype, array.shape) == (np.float16, (16, 3, 2, 2, 8))
+    assert array.strides == view.strides_bytes == (kv.geometry.row_bytes, 64, 32, 16, 2)
+    assert view.address == seq.base
+    assert str(view) == "the view of all layers of sequence 1"
+    assert_all_of_it(kv, seq, array, 0)
+    grow(kv, seq, 12)
+    assert_all_of_it(kv, seq, array, 100)
+    before = array[:9].tobytes()
+    seq.rewind(9)
+    seq.resize(9)
+    assert view.ended is None
+    assert array[:9].tobytes() == before
+    seq.resize(16)
+    assert_all_of_it(kv, seq, array, 200)
+    assert np.array_equal(take(view), array)
+
+
+def test_the_view_of_all_layers_does_not_sleep(open_layers: OpenLayers) -> None:
+    """It may be longer than what has memory, also where none has."""
+    kv = open_layers(*EQUAL)
+    seq = kv.create(max_tokens=11)
+    seq.resume()
+    assert seq.capacity_tokens == 0
+    shapes: list[Any] = [np.asarray(kv.tensors_all(seq, n)).shape[0] for n in (None, 0, 7, 11)]
+    assert shapes == [11, 0, 7, 11]
+    assert tensors_held(seq) == 0
+    held = np.from_dlpack(kv.tensors_all(seq))
+    assert tensors_held(seq) == 1
+    del held
+
+
+def _went_and_came(seq: Sequence) -> None:
+    seq.suspend()
+    seq.kv.poll()
+    seq.resume()
+
+
+LEAVES: Final[dict[str, Callable[[Sequence], object]]] = {
+    "was suspended": Sequence.suspend,
+    "was dropped": Sequence.drop,
+    "was closed": Sequence.close,
+    "left that memory since": _went_and_came,
+}
+
+
+@pytest.mark.parametrize("why", LEAVES)
+def test_the_view_of_all_layers_dies_with_the_stay(open_layers: OpenLayers, why: str) -> None:
+    kv = open_layers(*EQUAL)
+    seq = start(kv)
+    view = kv.tensors_all(seq)
+    LEAVES[why](seq)
+    assert str(view.ended).startswith(f"sequence 1 {why}")
+    for export in exports(view):
+        with pytest.raises(DeadView, match=f"^the view of all layers of .* is dead: .* {why}"):
+            export()
+
+
+def test_what_has_no_view_of_all_layers(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = kv.create(max_tokens=12)
+    with pytest.raises(IllegalTransition, match="tensors_all is illegal in state CREATED: it has"):
+        kv.tensors_all(seq)
+    seq.resume()
+    with pytest.raises(ConfigError, match="layer 2 is 3 x 16 float16 and layer 0 is 2 x 8 float32"):
+        kv.tensors_all(seq)
+    with pytest.raises(ArgumentError, match=r"tokens is 13, an int: .* from 0 to 12 is wanted"):
+        kv.tensors_all(seq, 13)
+    blind = open_layers(*EQUAL, device=NullDevice())
+    with pytest.raises(ConfigError, match="the null device has no memory; open a host or a cuda"):
+        blind.tensors_all(start(blind))
+
+
 # What is refused.
 
 
@@ -308,7 +410,7 @@ def test_a_view_does_not_come_back_with_its_range(open_layers: OpenLayers) -> No
     kv.poll()
     seq.resume()
     assert (seq.base, seq.life, kv.counters["adoptions"]) == (base, life, 1)
-    assert_dead(view, "sequence 1 left its memory and was resumed since")
+    assert_dead(view, "sequence 1 left that memory since: it was resumed, or a rewind has moved it")
     assert kv.tensors(seq, 0)[1].ended is None
 
 
@@ -356,6 +458,117 @@ def test_a_view_of_a_poisoned_manager_dies_with_it(open_layers: OpenLayers) -> N
     kv.close()
     assert view.seq.state_name == "ACTIVE"
     assert_dead(view, "its manager was closed")
+
+
+# Stays.
+
+
+def stays(*seqs: Sequence) -> list[int | None]:
+    return [seq.stay for seq in seqs]
+
+
+def test_a_stay_is_left_by_what_takes_the_memory_and_by_nothing_else(
+    open_layers: OpenLayers,
+) -> None:
+    """Growth, shrink, commit, steps, a rewind in place, and what copies end, leave it."""
+    kv = open_layers()
+    seq = kv.create()
+    assert stays(seq) == [None]
+    seq.resume()
+    grow(kv, seq, 6)
+    seq.resize(16)
+    seq.resize(6)
+    seq.commit(range(4))
+    seq.rewind(3)
+    child = kv.fork(seq)
+    kv.poll()
+    dummy = kv.dummy(4)
+    assert stays(seq, child, dummy) == [1, 2, 3]
+    for leave in (seq.suspend, child.drop, dummy.close):
+        leave()
+    assert stays(seq, child, dummy) == [None] * 3
+    for one in (seq, child):
+        one.resume()
+    assert stays(seq, child) == [4, 5]
+
+
+def test_a_rewind_that_moves_begins_another_stay(open_manager: Open) -> None:
+    kv = open_manager(frames=16)
+    said(kv, list(range(12)))
+    seq = more(kv, [*range(12), 12])
+    grow(kv, seq, 1)
+    assert (seq.shared_tokens, seq.length_tokens) == (12, 13)
+    (_, view), everything = kv.tensors(seq, 0, 1), kv.tensors_all(seq)
+    base = seq.base
+    seq.rewind(12)
+    assert (seq.base, stays(seq), view.ended, everything.ended) == (base, [2], None, None)
+    seq.rewind(9)
+    assert kv.counters["moves"] == 1
+    assert seq.base != base
+    assert stays(seq) == [3]
+    assert_dead(view, "sequence 2 left that memory since: it was resumed, or a rewind has moved it")
+    with pytest.raises(DeadView, match=r"view of all layers of .* is dead: .* a rewind"):
+        np.asarray(everything)
+    with pytest.raises(StaleAddress, match="or a rewind has moved it; its stay is 3 now"):
+        kv.reads([(seq, 2)])
+    assert np.asarray(kv.tensors_all(seq)).ctypes.data == seq.base
+
+
+def test_a_remap_leaves_the_stay(open_manager: Open) -> None:
+    """Copies of what a span has are mapped onto it when memory is short: at the same address."""
+    kv, seqs = doubled(open_manager)
+    places = [(seq.base, seq.stay) for seq in seqs]
+    more(kv, [9]).resize(16)
+    assert kv.counters["remaps"] == 3
+    assert [(seq.base, seq.stay) for seq in seqs] == places
+
+
+def test_a_load_that_fails_ends_the_stay(open_layers: OpenLayers) -> None:
+    kv = open_layers()
+    seq = start(kv)
+    seq.suspend()
+    kv.poll()
+    device: Any = kv.device
+    device.fail_next("complete")
+    seq.resume()
+    assert stays(seq) == [2]
+    kv.poll()
+    assert stays(seq) == [None]
+    assert seq.state_name == "SUSPENDED"
+
+
+@pytest.mark.parametrize("why", LEAVES)
+def test_a_read_in_a_stay_that_has_ended_is_refused(open_layers: OpenLayers, why: str) -> None:
+    kv = open_layers()
+    seq, other = start(kv), start(kv)
+    then = [(seq, 1), (other, 2)]
+    kv.reads(then)
+    kv.reads(iter(then))
+    kv.reads([])
+    LEAVES[why](seq)
+    now = seq.stay
+    with pytest.raises(StaleAddress, match=f"^sequence 1: .* stay 1 are no good: it {why}") as got:
+        kv.reads(reversed(then))
+    assert (got.value.subject, got.value.then, got.value.now) == ("sequence 1", 1, now)
+    assert f"its stay is {now} now" in str(got.value)
+    kv.reads([(other, 2)])
+    kv.reads([(one, one.stay) for one in (seq, other) if one.stay is not None])
+
+
+def test_a_read_names_what_it_cannot_take(open_layers: OpenLayers) -> None:
+    kv, other = open_layers(), open_layers()
+    seq, strange = start(kv), start(other)
+    wrongs: list[tuple[Any, str]] = [
+        ([seq], r"stays\[0\] is sequence 1, a Sequence: a pair of a sequence and its stay"),
+        ([(seq, 1), (seq, None)], r"stays\[1\]\[1\] is None: a whole number"),
+        ([(seq, 1, 1)], r"stays\[0\] is \(sequence 1, 1, 1\), a tuple: a pair"),
+        ([(strange, 1)], "sequence 1 is used by another manager"),
+        ([(1, 1)], "sequence is 1, an int: a Sequence of this manager is wanted"),
+        ({seq: 1}, "stays is .*: values in an order are wanted"),
+    ]
+    for wrong, message in wrongs:
+        with pytest.raises(ArgumentError, match=message):
+            kv.reads(wrong)
 
 
 # What consumers hold.

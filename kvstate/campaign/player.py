@@ -35,6 +35,7 @@ from kvstate.errors import (
     IllegalTransition,
     KvStateError,
     LawViolation,
+    StaleAddress,
     StreamCaptured,
 )
 from kvstate.keys import Adapter, Identity, extra_bytes
@@ -134,6 +135,10 @@ class Player:
         self.kv.reuse.index.mourners += (self._losses,)
         self.texts: deque[tuple[Story, list[int]]] = deque(maxlen=12)
         """What sequences have lately said, and their stories."""
+        self.stays: dict[Sequence, tuple[int | None, int | None]] = {}
+        """Stay and base of every sequence that was ACTIVE after the last call."""
+        self.over: deque[tuple[Sequence, int | None]] = deque(maxlen=8)
+        """Stays that have ended lately."""
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = self.epoch = 0
@@ -537,6 +542,7 @@ class Player:
         for played in self.seqs.values():
             self._check_story(played)
             self._check_rest(played)
+        self._check_stays()
         self._check_scrubbed()
         self._check_kept_blocks()
 
@@ -561,6 +567,28 @@ class Player:
         self._same(f"{seq}: settled, scheduled, known", found, wanted)
         self._same(f"{seq}: the ids that it knows", seq.known_ids, story.tokens.tobytes())
         self._same(f"{seq}: whether it commits", seq.committing, story.committing)
+
+    def _check_stays(self) -> None:
+        """A stay lasts for as long as its sequence is ACTIVE at one base, and what reads in one
+        that has ended is refused."""
+        active = [one.seq for one in self.seqs.values() if one.story.phase == "ACTIVE"]
+        before, self.stays = self.stays, {seq: (seq.stay, seq.base) for seq in active}
+        for seq, (stay, base) in self.stays.items():
+            old = before.get(seq, (None, None))
+            self._same(f"{seq}: whether its stay goes on", old[0] == stay, old[1] == base)
+        self.over += [(seq, old[0]) for seq, old in before.items() if self.stays.get(seq) != old]
+        for seq, (stay, _) in self.stays.items():
+            self._same(f"{seq}: whether stay {stay} is over", self._is_over(seq, stay), False)
+        for seq, over in self.over:
+            self._same(f"{seq}: whether stay {over} is over", self._is_over(seq, over), True)
+
+    def _is_over(self, seq: Sequence, stay: int | None) -> bool:
+        """Whether the manager refuses what would be read."""
+        try:
+            self.kv.reads([(seq, stay)])
+        except StaleAddress:
+            return True
+        return False
 
     def _check_rest(self, played: Played) -> None:
         """Read a sequence back if nothing in flight writes it, on the GPU or on the host."""

@@ -696,6 +696,25 @@ FAULTS = (
         "        self.flight.arrive(parent)\n        self._legal(_FORK, parent)\n",
         "        self._legal(_FORK, parent)\n",
     ),
+    Fault(
+        "a rewind that moves keeps the number of the stay",
+        "kvstate/rewinding.py",
+        "        self._occupy(seq, start.range, seq.stream)\n",
+        "        stay = seq.last_stay\n        self._occupy(seq, start.range, seq.stream)\n"
+        "        seq.last_stay = stay\n",
+    ),
+    Fault(
+        "a sequence that comes back goes on with the stay that it had",
+        "kvstate/admission.py",
+        "        seq.last_stay = self.columns.stays\n",
+        "        seq.last_stay = seq.last_stay or self.columns.stays\n",
+    ),
+    Fault(
+        "a read in a stay that has ended is let pass",
+        "kvstate/tensors.py",
+        "        if seq.stay != stay:\n            raise",
+        "        if seq.stay is None:\n            raise",
+    ),
 )  # fmt: skip
 
 SEEN_BY_CASES = (
