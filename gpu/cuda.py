@@ -479,7 +479,7 @@ class CudaDevice(Books):
         """The handle of a stream that is not being captured."""
         handle = self.handle_of(stream)
         if not isinstance(stream, CudaStream):
-            foreign.check_stream(self.driver, handle)
+            foreign.check_stream(self.driver, handle, self.own)
         if self.driver.capturing(handle):
             raise StreamCaptured(call, f"stream {handle:#x}")
         return handle

@@ -1,8 +1,10 @@
 """Streams and events that other libraries have made: the driver's handle of each, or a refusal.
 
 A handle is a pointer, and the driver follows whatever it is given: of a number that is none the
-process dies. So a number is looked at before it is used; what can be known without asking the
-driver is known first, and then the driver is asked whose it is. Events are only taken as objects,
+process dies. So a number is looked at before it is used. A stream's begins with a pointer, and what
+is left of a closed one hardly ever does: it is refused, if streams that are known to be open begin
+so. Only then the driver is asked whose it is. Rejected: to ask the driver alone, which follows a
+closed one into the void (seen on an H200). Events are only taken as objects,
 which can be held until they have passed; nobody keeps the event of a number alive.
 """
 
@@ -21,6 +23,8 @@ from kvstate.values import described
 SPECIAL: Final = (0, 1, 2)
 """The driver's own names: the default stream, and that of each process or thread."""
 _POINTER_BYTES: Final = 8
+_ALIGNED: Final = 16
+"""Where objects of the allocator begin."""
 _libc: Final = ctypes.CDLL(None, use_errno=True)
 _STREAMS: Final = "None, a stream of this device or of another library, or its handle is wanted"
 _EVENTS: Final = "an event of this device, or a recorded one of another library, is wanted"
@@ -50,12 +54,12 @@ def event_handle(event: Event) -> int:
     return found
 
 
-def check_stream(driver: Driver, handle: int) -> None:
-    """Raises DeviceError if a handle is no stream of the driver's context."""
+def check_stream(driver: Driver, handle: int, like: int) -> None:
+    """Raises DeviceError if a handle is no stream of the driver's context; `like` is one."""
     if handle in SPECIAL:
         return
-    if not is_memory(handle):
-        raise DeviceError("stream", f"{handle:#x} is no stream: nothing is there")
+    if not is_memory(handle) or (leads(like) and not leads(handle)):
+        raise DeviceError("stream", f"{handle:#x} is no stream: nothing is there, or it is closed")
     error, context = driver.api.cuStreamGetCtx(handle)[:2]
     if error:
         raise DeviceError("stream", f"{handle:#x} is no stream: {getattr(error, 'name', error)}")
@@ -63,15 +67,26 @@ def check_stream(driver: Driver, handle: int) -> None:
         raise DeviceError("stream", f"{handle:#x} is of another context or device")
 
 
+def leads(address: int) -> bool:
+    """Whether the first word there is the address of an object."""
+    word = _word(address)
+    return word is not None and not word % _ALIGNED and is_memory(word)
+
+
 def is_memory(address: int) -> bool:
-    """Whether something can be read there, without reading it here."""
-    there = (ctypes.c_char * _POINTER_BYTES)()
+    """Whether something can be read there."""
+    return _word(address) is not None
+
+
+def _word(address: int) -> int | None:
+    """What is there, by a call that fails where nothing is; None then."""
+    there = ctypes.c_uint64()
     local = (ctypes.c_size_t * 2)(ctypes.addressof(there), _POINTER_BYTES)
     remote = (ctypes.c_size_t * 2)(address, _POINTER_BYTES)
     moved = _libc.process_vm_readv(
         os.getpid(), local, ctypes.c_ulong(1), remote, ctypes.c_ulong(1), ctypes.c_ulong(0)
     )
-    return bool(moved == _POINTER_BYTES)
+    return there.value if moved == _POINTER_BYTES else None
 
 
 def _number(thing: Any, *names: str) -> int | None:

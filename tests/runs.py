@@ -16,7 +16,7 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstate import Manager, trace
+from kvstate import Manager, TensorView, trace
 from kvstate.gpu import open_device
 from kvstate.pattern import rows
 from kvstate.sequence import Sequence
@@ -239,14 +239,18 @@ def _viewed(run: Run) -> object:
     """Views of whoever has memory, if the device has any."""
     running = [seq for seq in tuple(run.kv.sequences.values()) if seq.base is not None]
     views = [run.kv.tensors(seq, 0)[0] for seq in running if run.device.memory is not None]
-    return [view.__dlpack__() if view.memory[0] == "cuda" else np.asarray(view) for view in views]
+    return [_taken(view) for view in views]
 
 
 def _viewed_whole(run: Run) -> object:
     """The same, all layers at once and as long as they may become."""
     running = [seq for seq in tuple(run.kv.sequences.values()) if seq.base is not None]
     views = [run.kv.tensors_all(seq) for seq in running if run.device.memory is not None]
-    return [np.asarray(view) for view in views]
+    return [_taken(view) for view in views]
+
+
+def _taken(view: TensorView) -> object:
+    return view.__dlpack__() if view.memory[0] == "cuda" else np.asarray(view)
 
 
 def _read(run: Run) -> object:

@@ -380,6 +380,9 @@ class GraphEngine(Engine):
         held_ids, held_places, graph = ids.clone(), places.clone(), torch.cuda.CUDAGraph()
         stays = {one.view.data_ptr(): (one.seq, one.stay) for one in self.live if one.stay}
         history = self.histories[number]
+        _over(
+            self.model, history, views, ids, places
+        )  # libraries get their memory before a capture
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=self.streams[number]):
             out = _over(self.model, history, views, held_ids, held_places)

@@ -74,6 +74,15 @@ def test_an_event_is_taken_as_an_object_that_can_be_held() -> None:
             foreign.event_handle(Told("cuda_event", nothing))
 
 
+def test_a_handle_leads_to_an_object() -> None:
+    place, inner = ctypes.addressof(BUFFER), ctypes.create_string_buffer(64)
+    inside = -(-ctypes.addressof(inner) // 16) * 16
+    for first, there in ((inside, True), (inside + 1, False), (0, False), (0x1230, False)):
+        ctypes.c_uint64.from_address(place).value = first
+        assert foreign.leads(place) == there
+    assert not foreign.leads(0x1234)
+
+
 def test_an_address_is_looked_at_before_anybody_follows_it() -> None:
     assert foreign.is_memory(ctypes.addressof(BUFFER))
     assert not foreign.is_memory(0x1234)
@@ -194,13 +203,15 @@ CLOSED: Final = """
 
     device = open_device("cuda")
     api = device.api
-    with device.driver.here():
-        stream = int(device.driver.call(api.cuStreamCreate, 1))
-        device.driver.call(api.cuStreamDestroy, stream)
-    try:
-        device.check_stream(stream)
-    except DeviceError as error:
-        print("refused", error)
+    for _ in range(20):
+        with device.driver.here():
+            stream = int(device.driver.call(api.cuStreamCreate, 1))
+            device.check_stream(stream)
+            device.driver.call(api.cuStreamDestroy, stream)
+        try:
+            device.check_stream(stream)
+        except DeviceError as error:
+            print("refused", error)
     device.close()
 """
 
@@ -208,7 +219,7 @@ CLOSED: Final = """
 @pytest.mark.gpu
 def test_a_stream_that_is_closed_is_refused() -> None:
     done = in_a_process(CLOSED)
-    assert (done.returncode, done.stdout[:7]) == (0, "refused"), done.stderr[-2000:]
+    assert (done.returncode, done.stdout.count("refused")) == (0, 20), done.stderr[-2000:]
 
 
 @pytest.mark.gpu
