@@ -166,9 +166,10 @@ class Manager(Rewinding, Handle):
 
         `tokens` may be anything up to the sequence's `max_tokens`, which is the default: so one
         export serves a whole stay (see `Sequence.stay`), whatever grows. Only what is below
-        `capacity_tokens` is mapped, and a read or a write beyond it faults; before the first token
-        has memory, a library that asks the driver about the address may refuse the view. Raises as
-        `tensors` does, and ConfigError if not all layers have one shape and type.
+        `capacity_tokens` is sure to be mapped, and a read or a write beyond it may fault; before
+        the first token has memory, a library that asks the driver about the address may refuse the
+        view. Raises as `tensors` does, and ConfigError if not all layers have one shape and type.
+        O(specs).
         """
         self._enter(seq)
         return view_of_all(seq, tokens)

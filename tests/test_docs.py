@@ -16,12 +16,13 @@ from kvstate.spec.page import PAGE
 
 ROOT = Path(__file__).parent.parent
 PAGES = sorted([ROOT / "README.md", ROOT / "CONTRIBUTING.md", *(ROOT / "docs").rglob("*.md")])
+EXAMPLES = "README.md", "docs/embedding.md", "docs/events.md", "docs/graphs.md"
 CODE = re.compile(r"```python\n(.*?)```", re.DOTALL)
 COUNTER = re.compile(r"""counters\["([\w.]+)"\]""")
 LINK = re.compile(r"\[[^\]]*\]\(([^)#]+)[^)]*\)")
 
 
-@pytest.mark.parametrize("name", ["README.md", "docs/embedding.md", "docs/events.md"])
+@pytest.mark.parametrize("name", EXAMPLES)
 def test_examples_run(name: str) -> None:
     path = ROOT / name
     examples = CODE.findall(path.read_text())

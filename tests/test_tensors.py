@@ -482,6 +482,8 @@ def test_a_stay_is_left_by_what_takes_the_memory_and_by_nothing_else(
     seq.rewind(3)
     child = kv.fork(seq)
     kv.poll()
+    kv.trim()
+    kv.clear_reuse()
     dummy = kv.dummy(4)
     assert stays(seq, child, dummy) == [1, 2, 3]
     for leave in (seq.suspend, child.drop, dummy.close):
@@ -767,6 +769,23 @@ def test_attention_through_a_view_is_attention(torch: Any, torch_place: Any) -> 
     assert not k.is_contiguous()
     assert torch.isfinite(found).all()
     torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.torch
+def test_torch_takes_all_layers_once(torch: Any, torch_place: Any) -> None:
+    """The tensor from before is right when the sequence has grown."""
+    kv, _ = torch_place(LayerSpec(2, 64, "bfloat16", count=3))
+    seq = start(kv, 1)
+    rows = torch.from_dlpack(kv.tensors_all(seq))
+    assert (rows.dtype, tuple(rows.shape)) == (torch.bfloat16, (16, 3, 2, 2, 64))
+    grow(kv, seq, 15)
+    for layer in range(3):
+        for part, view in enumerate(kv.tensors(seq, layer)):
+            torch.from_dlpack(view).fill_(10 * layer + part)
+            assert rows[:, layer, part].data_ptr() == view.address
+    wanted = torch.tensor([[10 * layer + part for part in range(2)] for layer in range(3)])
+    assert torch.equal(rows.float().amax(dim=(0, 3, 4)).cpu(), wanted.float())
+    assert torch.equal(rows.float().amin(dim=(0, 3, 4)).cpu(), wanted.float())
 
 
 @pytest.mark.torch
