@@ -130,6 +130,9 @@ class Launched:
 class Engine:
     """Serves drawn requests, and compares."""
 
+    disturbances: tuple[int, ...] = (0, 1, 2)
+    """How many there are between two steps."""
+
     def __init__(self, kv: Manager, device: Any, model: Model, random: Random) -> None:
         self.kv, self.device, self.model, self.random = kv, device, model, random
         self.on_gpu = model.on == "cuda"
@@ -223,7 +226,7 @@ class Engine:
     def launch(self) -> Launched | None:
         """Issue a step of some that can be stepped, and compute it on their streams."""
         members, places = list[Request](), Counter[int]()
-        for one in self.random.sample(self.live, -(-len(self.live) * 7 // 10)):
+        for one in self._some():
             room = one.seq.max_tokens - one.seq.scheduled_tokens
             ready = one.seq.state_name == "ACTIVE" and room > 0
             if ready and places[one.stream] < ROWS:
@@ -246,6 +249,10 @@ class Engine:
         for number in range(STREAMS):
             self._compute([part for part in parts if part[0].stream == number], number)
         return Launched(step, parts)
+
+    def _some(self) -> list[Request]:
+        """Who may be in a step."""
+        return self.random.sample(self.live, -(-len(self.live) * 7 // 10))
 
     def _count(self, one: Request) -> int:
         """The rest of a prompt by chunks; else one token, or a few drafts."""
@@ -355,7 +362,12 @@ class Engine:
 
 
 class GraphEngine(Engine):
-    """Steps of one token are captured graphs."""
+    """Steps of one token are captured graphs. They last while nobody comes or goes."""
+
+    disturbances = (0,) * 12 + (1,)
+
+    def _some(self) -> list[Request]:
+        return self.live
 
     def _count(self, one: Request) -> int:
         at = one.seq.scheduled_tokens
@@ -404,14 +416,14 @@ def serve(engine: Engine, tokens: int) -> None:
     """Until so many tokens were computed: two steps in flight, and disturbances between."""
     flying: list[Launched] = []
     while engine.done["tokens"] < tokens:
-        if len(engine.live) < 40 and engine.random.random() < 0.5:
+        if len(engine.live) < 40 and engine.random.random() < 0.5 * max(engine.disturbances) / 2:
             engine.admit()
         launched = engine.launch()
         flying += [launched] if launched else []
         while len(flying) > (1 if launched else 0):
             engine.settle(flying.pop(0))
         engine.kv.poll()
-        for _ in range(engine.random.choice((0, 1, 2))):
+        for _ in range(engine.random.choice(engine.disturbances)):
             engine.disturb()
         for one in [one for one in engine.live if not one.seq.steps]:
             if one.seq.state_name == "DROPPED" or one.seq.length_tokens >= one.seq.max_tokens:
