@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections import Counter
 from contextlib import nullcontext
-from importlib import import_module
 from random import Random
 from typing import Annotated, Any, Final
 
@@ -27,79 +26,10 @@ from attrs import define, field
 
 from kvstate import CapacityError, Config, GpuTier, HostTier, LayerSpec, Manager, Sequence, Step
 from kvstate.gpu import open_device
+from tests.bench.card_decoder import ROWS, VOCABULARY, Model, Rows, Shape, torch
 
-torch: Any = import_module("torch")
 STREAMS: Final = 4
-ROWS: Final = 16
-"""Of one launch, on each stream."""
-VOCABULARY: Final = 512
 PROMPTS: Final = 6
-
-
-@define
-class Shape:
-    """Sizes of the model."""
-
-    layers: int = 8
-    width: int = 512
-    heads: int = 16
-    kv_heads: int = 8
-    dim: int = 64
-    longest: int = 768
-    shared: int = 256
-    """Tokens of a prompt that requests have in common."""
-
-
-class Model:
-    """The weights, and one token of each row of a launch."""
-
-    def __init__(self, shape: Shape, on: str) -> None:
-        make = torch.Generator(device=on).manual_seed(5)
-        self.shape, self.on = shape, on
-
-        def weights(*size: int) -> Any:
-            drawn = torch.randn(*size, generator=make, device=on, dtype=torch.float32)
-            return (drawn / size[0] ** 0.5).to(torch.bfloat16)
-
-        wide, kv = shape.heads * shape.dim, 2 * shape.kv_heads * shape.dim
-        self.embedding = weights(VOCABULARY, shape.width) * VOCABULARY**0.5
-        self.places = weights(shape.longest, shape.width) * shape.longest**0.5
-        self.parts = [
-            (weights(shape.width, wide + kv), weights(wide, shape.width),
-             weights(shape.width, 4 * shape.width), weights(4 * shape.width, shape.width))
-            for _ in range(shape.layers)
-        ]  # fmt: skip
-        self.out = weights(shape.width, VOCABULARY)
-        self.range = torch.arange(shape.longest, device=on)
-
-    def history(self) -> Any:
-        """Room for the keys and values of all rows of a launch."""
-        s = self.shape
-        size = (ROWS, s.longest, s.layers, 2, s.kv_heads, s.dim)
-        return torch.zeros(size, device=self.on, dtype=torch.bfloat16)
-
-    def token(self, history: Any, ids: Any, at: Any) -> Any:
-        """Compute the token of each row, `at` its position, behind the row's history, which gets
-        its keys and values; the logits."""
-        s, rows = self.shape, torch.arange(ROWS, device=self.on)
-        there = (self.range <= at[:, None])[:, None, None]
-        x = self.embedding[ids] + self.places[at]
-        for layer, (inward, outward, up, down) in enumerate(self.parts):
-            both = _normal(x) @ inward
-            q, kv = both.split([s.heads * s.dim, 2 * s.kv_heads * s.dim], dim=1)
-            history[rows, at, layer] = kv.view(ROWS, 2, s.kv_heads, s.dim)
-            k, v = (history[:, :, layer, part].transpose(1, 2) for part in (0, 1))
-            q = q.view(ROWS, s.kv_heads, s.heads // s.kv_heads, s.dim)
-            scores = (q @ k.transpose(2, 3)).float() * s.dim**-0.5
-            seen = torch.softmax(scores.masked_fill(~there, -torch.inf), dim=-1)
-            x = x + (seen.to(torch.bfloat16) @ v).reshape(ROWS, -1) @ outward
-            x = x + torch.relu(_normal(x) @ up) @ down
-        return _normal(x) @ self.out
-
-
-def _normal(x: Any) -> Any:
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(dim=1, keepdim=True) + 1e-6)).to(torch.bfloat16)
 
 
 @define(eq=False)
@@ -137,12 +67,17 @@ class Engine:
         self.kv, self.device, self.model, self.random = kv, device, model, random
         self.on_gpu = model.on == "cuda"
         self.streams = [torch.cuda.Stream() if self.on_gpu else None for _ in range(STREAMS)]
-        self.histories = [model.history() for _ in range(STREAMS)]
-        self.reference = model.history()
+        self.rows = [Rows(model) for _ in range(STREAMS)]
+        self.reference = Rows(model)
         self.prompts = [
             [random.randrange(VOCABULARY) for _ in range(model.shape.shared)]
             for _ in range(PROMPTS)
         ]
+        self.begun = [torch.zeros_like(self.reference.history[0]) for _ in range(PROMPTS)]
+        """What the reference has computed of each prompt."""
+        for at in range(model.shape.shared):
+            ids = self._column([prompt[at] for prompt in self.prompts])
+            self.reference.of(self.begun, ids, self._column([at] * PROMPTS))
         self.live: list[Request] = []
         self.graphs: dict[int, tuple[Any, ...]] = {}
         self.done = Counter[str]()
@@ -153,13 +88,13 @@ class Engine:
     def admit(self) -> None:
         """One more request, if there is room."""
         shape, random = self.model.shape, self.random
-        prompt = random.choice(self.prompts)[: random.randint(1, shape.shared)]
-        text = prompt + [random.randrange(VOCABULARY) for _ in range(random.randint(1, 24))]
+        number, length = random.randrange(PROMPTS), random.randint(1, shape.shared)
+        text = self.prompts[number][:length] + [
+            random.randrange(VOCABULARY) for _ in range(random.randint(1, 24))
+        ]
         seq = self.kv.create(text, min(shape.longest, len(text) + random.randint(16, 200)))
-        self._begin(Request(seq, text, random.randrange(STREAMS), self._rows()))
-
-    def _rows(self) -> Any:
-        return torch.zeros_like(self.reference[0])
+        rows = self.begun[number].clone()
+        self._begin(Request(seq, text, random.randrange(STREAMS), rows, length))
 
     def _begin(self, one: Request) -> None:
         try:
@@ -291,7 +226,7 @@ class Engine:
         return self._run(views, ids, places, number).clone()[: len(parts)]
 
     def _run(self, views: list[Any], ids: Any, places: Any, number: int) -> Any:
-        return _over(self.model, self.histories[number], views, ids, places)
+        return self.rows[number].of(views, ids, places)
 
     def _view(self, one: Request) -> Any:
         """All that the sequence has memory for, as one tensor; exported once a stay."""
@@ -336,7 +271,7 @@ class Engine:
             ids = self._column([one.text[one.known] for one in late])
             places = self._column([one.known for one in late])
             rows = [one.rows for one in late]
-            found = _over(self.model, self.reference, rows, ids, places).clone()
+            found = self.reference.of(rows, ids, places).clone()
             for one, logits in zip(late, found, strict=False):
                 one.logits[one.known] = logits
                 one.known += 1
@@ -378,46 +313,37 @@ class GraphEngine(Engine):
     def _run(self, views: list[Any], ids: Any, places: Any, number: int) -> Any:
         key = tuple((view.data_ptr(), view.shape[0]) for view in views)
         if number not in self.graphs or self.graphs[number][0] != key:
-            self.graphs[number] = (key, *self._captured(views, ids, places, number))
+            self.graphs[number] = (key, *self._captured(views, number))
             self.done["captures"] += 1
-        _, graph, held_ids, held_places, out, pairs = self.graphs[number]
+        _, graph, pairs = self.graphs[number]
+        rows = self.rows[number]
         self.kv.reads(pairs)
-        held_ids.copy_(ids)
-        held_places.copy_(places)
+        rows.ids.copy_(ids)
+        rows.places.copy_(places)
         graph.replay()
         self.done["replays"] += 1
-        return out
+        return rows.out
 
-    def _captured(self, views: list[Any], ids: Any, places: Any, number: int) -> tuple[Any, ...]:
-        held_ids, held_places, graph = ids.clone(), places.clone(), torch.cuda.CUDAGraph()
+    def _captured(self, views: list[Any], number: int) -> tuple[Any, ...]:
+        """All of a step: reads and writes at the addresses that its sequences have now."""
         stays = {one.view.data_ptr(): (one.seq, one.stay) for one in self.live if one.stay}
-        history = self.histories[number]
-        _over(
-            self.model, history, views, ids, places
-        )  # libraries get their memory before a capture
+        rows, graph = self.rows[number], torch.cuda.CUDAGraph()
+        rows.graph = None  # kernel by kernel, into this graph
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=self.streams[number]):
-            out = _over(self.model, history, views, held_ids, held_places)
-        return graph, held_ids, held_places, out, [stays[view.data_ptr()] for view in views]
-
-
-def _over(model: Model, history: Any, views: list[Any], ids: Any, places: Any) -> Any:
-    """One token a row: its history is read from memory, and its keys and values written there."""
-    for row, view in enumerate(views):
-        history[row, : len(view)] = view
-    logits = model.token(history, ids, places)
-    for row, view in enumerate(views):
-        place = places[row : row + 1]
-        view.index_copy_(0, place, history[row].index_select(0, place))
-    return logits
+            rows.over(views)
+        return graph, [stays[view.data_ptr()] for view in views]
 
 
 def serve(engine: Engine, tokens: int) -> None:
     """Until so many tokens were computed: two steps in flight, and disturbances between."""
-    flying: list[Launched] = []
+    flying, said = list[Launched](), 0
     while engine.done["tokens"] < tokens:
         if len(engine.live) < 40 and engine.random.random() < 0.5 * max(engine.disturbances) / 2:
             engine.admit()
+        if engine.done["tokens"] // 5000 > said:
+            said = engine.done["tokens"] // 5000
+            typer.echo(f"{said * 5000:,} tokens", err=True)
         launched = engine.launch()
         flying += [launched] if launched else []
         while len(flying) > (1 if launched else 0):
