@@ -6,6 +6,14 @@ counted in bytecodes that Python ran, which depends on no clock, and timed, whic
 does beside them (sorting, numpy). The exponent is the slope over all three, log(work) by log(n): 0
 does not depend on the thing, 1 follows it.
 
+What may grow, and why:
+
+* `trim` and `clear_reuse`, with what is parked, in spans or in the index: they give all of it up.
+* `create`, `probe_reuse`, `resume` and `fork`, with the turns of one conversation: its blocks and
+  frames are found and mapped owner by owner, so that more turns of fewer tokens cost a little more.
+* A poll or a quiesce, with the ends that it delivers: each of them changes something.
+* A call that is short of frames, with what could be given up: it looks for the oldest of that.
+
 Rejected: time alone, which is another one on each machine; calls of functions, which do not see a
 loop.
 """
@@ -24,6 +32,7 @@ import msgspec
 import numpy as np
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
+from kvstate.device import Completion
 from kvstate.gpu import NullDevice
 from tests.work import counting
 
@@ -56,6 +65,30 @@ class Report(msgspec.Struct, frozen=True):
     exponent_us: float
 
 
+class Slow(NullDevice):
+    """A device whose first copies end when everything must, and no earlier. It says that there is
+    memory, for views of it."""
+
+    memory: Any = ("cpu", 0)
+    late = 0
+    """How many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._late: list[Completion] = []
+
+    def poll(self) -> list[Completion]:
+        """What has ended besides the first copies."""
+        found = super().poll()
+        self._late += [one for one in found if one.token <= self.late]
+        return [one for one in found if one.token > self.late]
+
+    def quiesce(self) -> list[Completion]:
+        """Everything."""
+        late, self._late = self._late, []
+        return late + super().quiesce()
+
+
 def opened(rows: int, **options: Any) -> Manager:
     """A manager with 1 KiB a token, blocks of four tokens and frames of one block, and more of
     everything than is wanted."""
@@ -68,7 +101,7 @@ def opened(rows: int, **options: Any) -> Manager:
         max_sequences=rows,
         **options,
     )
-    return Manager(config, NullDevice())
+    return Manager(config, Slow())
 
 
 def write(kv: Manager, seq: Sequence, ids: np.ndarray[Any, Any]) -> None:
@@ -105,6 +138,12 @@ def suspended(kv: Manager, count: int) -> None:
         kv.poll()
 
 
+def running(kv: Manager, count: int) -> None:
+    """Sequences that run and grow as they go."""
+    for at in range(count):
+        turn(kv, np.full(5, 1000 + at, np.int32))
+
+
 def reserved(kv: Manager, count: int) -> None:
     """Sequences that run and were promised room."""
     for _ in range(count):
@@ -115,6 +154,19 @@ def spans(kv: Manager, count: int) -> None:
     """Registered spans."""
     for at in range(count):
         turn(kv, np.full(9, 1000 + at, np.int32)).close()
+
+
+def sharers(kv: Manager, count: int) -> None:
+    """Sequences that map what the prompt maps too."""
+    for _ in range(count):
+        turn(kv, PROMPT)
+
+
+def doubles(kv: Manager, count: int) -> None:
+    """Sequences that have copies of what the prompt copies too."""
+    for _ in range(count):
+        kv.create(PROMPT, max_tokens=64).resume()
+    kv.poll()
 
 
 def siblings(kv: Manager, count: int) -> None:
@@ -142,6 +194,36 @@ def parked(kv: Manager, count: int) -> None:
         seq.close()
 
 
+def kept(kv: Manager, count: int) -> None:
+    """Blocks on the host that are nobody's."""
+    for at in range(count):
+        turn(kv, np.full(5, 1000 + at, np.int32)).close()
+        kv.poll()
+
+
+def mirrors(kv: Manager, count: int) -> None:
+    """Blocks of running sequences that the host has too."""
+    running(kv, count)
+    kv.poll()
+    kv.poll()
+
+
+def transfers(kv: Manager, count: int) -> None:
+    """Copies in flight: of sequences that were just suspended."""
+    assert isinstance(kv.device, Slow)
+    seqs = [turn(kv, np.full(5, 1000 + at, np.int32)) for at in range(count)]
+    for seq in seqs:
+        seq.suspend()
+    kv.device.late = max(kv.flight.transfers)
+
+
+def steps(kv: Manager, count: int) -> None:
+    """Steps in flight, each of another sequence."""
+    seqs = [turn(kv, np.full(5, 1000 + at, np.int32)) for at in range(count)]
+    for seq in seqs:
+        kv.step(kv.batch([seq]))
+
+
 def rows(kv: Manager, count: int) -> None:
     """Rows that nothing is in."""
 
@@ -149,12 +231,19 @@ def rows(kv: Manager, count: int) -> None:
 THINGS: Final[dict[str, tuple[Thing, int, dict[str, Any]]]] = {
     "created": (created, 100, {}),
     "suspended": (suspended, 100, {}),
+    "running": (running, 100, {}),
     "reserved": (reserved, 100, {}),
     "spans": (spans, 25, {"spans": "all"}),
+    "sharers": (sharers, 100, {}),
+    "doubles": (doubles, 100, {"spans": "off"}),
     "siblings": (siblings, 100, {}),
     "turns": (turns, 15, {"spans": "all"}),
     "parked": (parked, 100, {}),
-    "rows": (rows, 256, {}),
+    "kept": (kept, 100, {}),
+    "mirrors": (mirrors, 100, {"write_through": "on_commit"}),
+    "transfers": (transfers, 100, {}),
+    "steps": (steps, 100, {}),
+    "rows": (rows, 4096, {}),
 }
 """How each is made, the least number of them, and what the manager is told for it."""
 
@@ -191,7 +280,8 @@ def live(kv: Manager, m: Meter, prompt: np.ndarray[Any, Any]) -> None:
     with m("resume"):
         seq.resume()
     kv.poll()
-    batch = kv.batch([seq])
+    with m("batch"):
+        batch = kv.batch([seq])
     with m("resize"):
         seq.resize(len(prompt) + 20)
     with m("step"):
@@ -208,11 +298,18 @@ def live(kv: Manager, m: Meter, prompt: np.ndarray[Any, Any]) -> None:
         kv.commit_each(batch, np.full(1, 7, np.int32))
     with m("step that grows"):
         step = kv.step(batch, 24)
-    kv.settle(step)
+    with m("settle that rejects"):
+        kv.settle(step, np.full(1, 23))
+    with m("stop_committing"):
+        seq.stop_committing()
     with m("rewind"):
         seq.rewind(len(prompt) + 1)
     with m("fork"):
         child = seq.fork()
+    with m("add to a batch"):
+        batch.add(child)
+    with m("remove from a batch"):
+        batch.remove(child)
     with m("poll"):
         kv.poll()
     with m("close of a fork"):
@@ -231,8 +328,14 @@ def live(kv: Manager, m: Meter, prompt: np.ndarray[Any, Any]) -> None:
         seq.resume()
     kv.poll()
     asked(kv, m, prompt)
+    with m("tensors"):
+        kv.tensors(seq, 0)
     with m("close"):
         seq.close()
+    kv.poll()
+    with m("dummy"):
+        dummy = kv.dummy(40)
+    dummy.close()
     kv.poll()
 
 
@@ -248,6 +351,18 @@ def asked(kv: Manager, m: Meter, prompt: np.ndarray[Any, Any]) -> None:
         kv.largest_max_tokens()
     with m("stats"):
         kv.stats()
+
+
+def ending(kv: Manager, m: Meter) -> None:
+    """The calls after which the things are gone: they are made once, and not timed."""
+    for step in [*kv.flight.steps.values()]:
+        kv.settle(step)
+    for seq in [*kv.sequences.values()]:
+        seq.close()
+    with m("clear_reuse"):
+        kv.clear_reuse()
+    with m("trim"):
+        kv.trim()
 
 
 def measured(name: str, count: int, lives: int = LIVES) -> Meter:
@@ -266,8 +381,8 @@ def measured(name: str, count: int, lives: int = LIVES) -> Meter:
         meter.counting = False
         for _ in range(lives):
             live(kv, meter, prompt)
-        for seq in [*kv.sequences.values()]:
-            seq.close()
+        meter.counting = True
+        ending(kv, meter)
     return meter
 
 
@@ -281,9 +396,9 @@ def reports(name: str) -> list[Report]:
     counts = tuple(THINGS[name][1] * factor for factor in FACTORS)
     meters = [measured(name, count) for count in counts]
     found = []
-    for call in meters[0].us:
+    for call in meters[0].bytecodes:
         codes = tuple(meter.bytecodes[call] for meter in meters)
-        us = tuple(round(meter.us[call], 1) for meter in meters)
+        us = tuple(round(meter.us.get(call, 0), 1) for meter in meters)
         slopes = round(slope(counts, codes), 2), round(slope(counts, us), 2)
         found.append(Report(name, call, counts, codes, us, *slopes))
     return found
