@@ -24,6 +24,7 @@ import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import takewhile
 from math import log
 from time import perf_counter_ns
 from typing import Any, Final
@@ -32,7 +33,6 @@ import msgspec
 import numpy as np
 
 from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence
-from kvstate.device import Completion
 from kvstate.gpu import NullDevice
 from tests.work import counting
 
@@ -73,20 +73,9 @@ class Slow(NullDevice):
     late = 0
     """How many."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self._late: list[Completion] = []
-
-    def poll(self) -> list[Completion]:
+    def ended(self) -> list[int]:
         """What has ended besides the first copies."""
-        found = super().poll()
-        self._late += [one for one in found if one.token <= self.late]
-        return [one for one in found if one.token > self.late]
-
-    def quiesce(self) -> list[Completion]:
-        """Everything."""
-        late, self._late = self._late, []
-        return late + super().quiesce()
+        return sorted(takewhile(lambda token: token > self.late, reversed(self._ended)))
 
 
 def opened(rows: int, **options: Any) -> Manager:
