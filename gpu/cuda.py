@@ -17,7 +17,7 @@ import ctypes
 import logging
 import warnings
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
@@ -396,7 +396,7 @@ class CudaDevice(Books):
         """Wait for all copies, and for what is on these streams; completions in issue order."""
         handles = [self._live("quiesce", stream) for stream in streams]
         self.enter("quiesce")
-        self._wait_for_all(handles)
+        self._wait_for(handles, copies=True)
         self.busy.difference_update(handles, self.traffic.streams.values())
         return [self._last_end(token) for token in list(self.traffic.pending)]
 
@@ -443,12 +443,13 @@ class CudaDevice(Books):
             call(self.api.cuStreamBeginCapture, handle, mode)
             self._capturing.append(handle)
 
-    def _wait_for_all(self, handles: Sequence[int]) -> None:
-        """Wait for all copies, and for what is on these streams now. Raises DeviceFault."""
+    def _wait_for(self, handles: Iterable[int], *, copies: bool) -> None:
+        """Wait for what is on these streams now, and for all copies, those that wait for events
+        among them. Raises DeviceFault."""
         marks = [self.passing(handle) for handle in handles]
 
         def rests() -> bool:
-            if not self.traffic.are_over(self.traffic.pending):
+            if copies and not self.traffic.are_over(self.traffic.pending):
                 return False
             while marks and self.driver.ready(marks[-1].handle):
                 marks.pop()
@@ -692,7 +693,10 @@ class CudaDevice(Books):
         try:
             self.busy.update(map(self.handle_of, streams))
             own = [stream for stream in self.made_streams if stream not in self._gates]
-            self._wait_for_all([self._live("close", stream) for stream in {*own, *self.busy}])
+            # What waits for its events has not begun, and need not. Of a call that was cut short
+            # the books may say anything; what was issued is on a stream.
+            handles = [self._live("close", stream) for stream in {*own, *self.busy}]
+            self._wait_for(handles, copies=False)
         except DeviceError as error:
             self.kept, why = True, str(error)
         except DeviceFault as fault:
