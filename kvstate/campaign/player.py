@@ -138,7 +138,7 @@ class Player:
         self.stays: dict[Sequence, tuple[int | None, int | None]] = {}
         """Stay and base of every sequence that was ACTIVE after the last call."""
         self.over: deque[tuple[Sequence, int | None]] = deque(maxlen=8)
-        """Stays that have ended lately."""
+        """Stays that have ended lately. Each call asks about one of them."""
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = self.epoch = 0
@@ -577,15 +577,16 @@ class Player:
             old = before.get(seq, (None, None))
             self._same(f"{seq}: whether its stay goes on", old[0] == stay, old[1] == base)
         self.over += [(seq, old[0]) for seq, old in before.items() if self.stays.get(seq) != old]
-        for seq, (stay, _) in self.stays.items():
-            self._same(f"{seq}: whether stay {stay} is over", self._is_over(seq, stay), False)
-        for seq, over in self.over:
-            self._same(f"{seq}: whether stay {over} is over", self._is_over(seq, over), True)
+        reads = [(seq, stay) for seq, (stay, _) in self.stays.items()]
+        self._same(f"whether {reads} are stale", self._are_stale(reads), False)
+        self.over.rotate()
+        over = list(self.over)[:1]
+        self._same(f"whether {over} is stale", self._are_stale(over), bool(over))
 
-    def _is_over(self, seq: Sequence, stay: int | None) -> bool:
-        """Whether the manager refuses what would be read."""
+    def _are_stale(self, reads: list[tuple[Sequence, int | None]]) -> bool:
+        """Whether the manager refuses these reads."""
         try:
-            self.kv.reads([(seq, stay)])
+            self.kv.reads(reads)
         except StaleAddress:
             return True
         return False
