@@ -58,8 +58,8 @@ NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
 _SNAPSHOTS: Final = 5
 """One of this number of batches is followed by a snapshot."""
 _LOOKED_AT: Final = (OPEN.code, POISONED.code)
-LEAVING: Final = ("suspend", "drop", "close_sequence")
-"""Those with which a sequence leaves its GPU memory."""
+LEAVING: Final = ("suspend", "drop", "close_sequence", "rewind")
+"""Those with which a sequence may leave its GPU memory."""
 
 
 def check_laws(kv: Manager, asked: Counter[str] | None = None) -> View:
@@ -342,10 +342,11 @@ def _warning(leave: Callable[..., None]) -> Callable[..., None]:
     """Warn of tensors that are still held when their sequence has left the memory under them."""
 
     @wraps(leave)
-    def call(seq: Sequence, after: Any = None) -> None:
-        held = tensors_held(seq) if isinstance(seq, Sequence) else 0
-        leave(seq, after)
-        if held:
+    def call(seq: Sequence, *args: Any, **named: Any) -> None:
+        known = isinstance(seq, Sequence)
+        stay, held = (seq.stay, tensors_held(seq)) if known else (None, 0)
+        leave(seq, *args, **named)
+        if held and seq.stay != stay:
             log.warning("%s: %d tensors outlive its memory, and are stale", seq, held)
 
     return call

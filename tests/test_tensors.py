@@ -629,6 +629,22 @@ def test_debug_warns_of_tensors_that_outlive_their_memory(
     assert len(held) == 2
 
 
+def test_debug_warns_of_tensors_when_a_rewind_moves(
+    open_manager: Open, caplog: pytest.LogCaptureFixture
+) -> None:
+    kv = open_manager(frames=16)
+    said(kv, list(range(12)))
+    seq = more(kv, [*range(12), 12])
+    grow(kv, seq, 1)
+    held = np.from_dlpack(kv.tensors(seq, 0)[0])
+    with caplog.at_level(logging.WARNING, "kvstate"):
+        seq.rewind(12)
+        assert caplog.messages == []
+        seq.rewind(9)
+    assert caplog.messages == ["sequence 2: 1 tensors outlive its memory, and are stale"]
+    assert len(held) == 13
+
+
 def test_debug_does_not_warn_of_tensors_that_are_gone(
     open_layers: OpenLayers, caplog: pytest.LogCaptureFixture
 ) -> None:
