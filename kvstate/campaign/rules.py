@@ -358,6 +358,27 @@ def _succession(
         yield random.choice(LEAVE)(seq=third)
 
 
+def _orphaned(player: Player, random: Random) -> trace.AnyCall | None:
+    """A hit is copied from the host and from one who runs, who has the block before that; then that
+    one gives it up, and it may be the last."""
+    block = player.config.tokens_per_block
+    if len(player.kv.columns.free) < 3 or player.config.max_tokens <= 2 * block:
+        return None
+    first, second, third, step = [player.next_name() for _ in range(4)]
+    text, most = [random.randrange(2) for _ in range(2 * block + 1)], player.config.max_tokens
+    streams = [random.randrange(STREAMS) for _ in range(3)]
+    return _in_a_row(player, [
+        trace.Create(seq=first, max_tokens=most), trace.Create(seq=second, max_tokens=most),
+        trace.Resume(seq=first, stream=streams[0]), trace.Resume(seq=second, stream=streams[1]),
+        trace.Step(step=step, seqs=[first, second], tokens=[2 * block, block]),
+        trace.Settle(step=step), trace.Commit(seq=first, tokens=text[: 2 * block]),
+        trace.Commit(seq=second, tokens=text[:block]), trace.Close(seq=first), trace.Poll(),
+        trace.Create(seq=third, max_tokens=most, prompt=text),
+        trace.Resume(seq=third, stream=streams[2]), trace.Drop(seq=second),
+        random.choice(LEAVE)(seq=third),
+    ])  # fmt: skip
+
+
 def _chat(player: Player, random: Random) -> trace.AnyCall | None:
     """A conversation: each turn begins with all that was said and says about a frame more, mostly
     before the last turn closes. At the end the last turn takes everything back."""
@@ -520,7 +541,7 @@ _OF_SEQUENCES: Final[dict[str, tuple[float, Maker]]] = {
 
 _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
-    "twins": (2.5, _twins), "chat": (1, _chat),
+    "twins": (2.5, _twins), "chat": (1, _chat), "orphaned": (0.4, _orphaned),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "wait": (1, _wait), "trim": (0.7, _trim),
     "clear": (0.2, _clear),
 }  # fmt: skip
