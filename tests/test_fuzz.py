@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -94,6 +96,20 @@ def test_workers_end_when_their_parent_is_killed(tmp_path: Path) -> None:
         parent.wait()
     _, alive = psutil.wait_procs(found, timeout=60)
     assert alive == []
+
+
+def test_an_interrupt_while_workers_start_is_quiet(tmp_path: Path) -> None:
+    """A terminal sends it to all processes, also to one that has not come to its first line."""
+    command = [sys.executable, "-m", "kvstate", "fuzz", "--device", "host", "--workers", "2",
+               "--seconds", "600", "--no-demand", "--save", str(tmp_path)]  # fmt: skip
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
+    ) as parent:
+        while len(psutil.Process(parent.pid).children()) < 3:
+            assert parent.poll() is None
+        os.killpg(parent.pid, signal.SIGINT)
+        _, err = parent.communicate(timeout=120)
+    assert "Traceback" not in err
 
 
 def test_workers_play_different_episodes_and_add_up() -> None:

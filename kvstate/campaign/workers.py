@@ -69,17 +69,36 @@ def _run_many(
         )
         for worker in range(workers)
     ]
-    for process in processes:
-        process.start()
     try:
+        with _interrupts_held():
+            for process in processes:
+                process.start()
         while not enough():
             _receive(done, add, processes)
     finally:
         stop.set()
-        while any(process.is_alive() for process in processes):
-            _receive(done, add, processes)
-        for process in processes:
+        started = [process for process in processes if process.pid is not None]
+        while any(process.is_alive() for process in started):
+            _receive(done, add, started)
+        for process in started:
             process.join()
+
+
+@contextmanager
+def _interrupts_held() -> Iterator[None]:
+    """Ctrl-C is for all processes of a terminal. Those that are started here are deaf to it from
+    their first line on, since they inherit what this thread does not hear; another thread may hear
+    it all the same. This process minds it afterwards."""
+    heard = list[int]()
+    before = signal.signal(signal.SIGINT, lambda number, _: heard.append(number))
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, before)
+        if heard:
+            signal.raise_signal(signal.SIGINT)
 
 
 def _receive(done: Any, add: Tell, processes: Sequence[BaseProcess]) -> None:
