@@ -433,10 +433,12 @@ def ranges_behind(span: Span) -> list[Range]:
 
 
 def _chain(span: Span | None) -> Iterator[Span]:
-    """A span and those before it."""
+    """A span and those before it, each of which begins earlier: so it ends."""
     while span is not None:
         yield span
-        span = span.home.span
+        before = span.home.span
+        assert before is None or before.first_frame < span.first_frame, f"{before} is before {span}"
+        span = before
 
 
 def frames_of(spans: Iterable[Span]) -> int:

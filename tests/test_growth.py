@@ -28,7 +28,7 @@ IN_FLIGHT: Final = {"settle that rejects", "suspend", "drop", "close", "close of
 GROWS: Final = {
     "steps": IN_FLIGHT,
     "spans": FREE_RUNS | PROTECTED,
-    "turns": {"create", "probe_reuse", "resume", "resume of a dropped one"},
+    "turns": {"create", "probe_reuse", "resume", "resume of a dropped one", "fork"},
 }
 """By thing: calls that grow with it. A prompt that is found in the memory of many turns asks each
 of them, and touches each: that is their age."""

@@ -94,6 +94,7 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     seq.close()
     other.fork(8).close()
     other.suspend(after=device.record(None))
+    kv.wait(other)
     kv.poll()
     other.drop()
     kv.trim(2)

@@ -7,6 +7,7 @@ seen; calls of functions, which are easier to count, do not see a loop.
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -22,19 +23,23 @@ class Work:
 
 @contextmanager
 def counting() -> Iterator[Work]:
-    """Count what runs inside. Whatever traces besides (coverage, say) sees nothing of it."""
-    work, before = Work(), sys.gettrace()
+    """Count what runs inside. Whatever traces besides (coverage, say) sees nothing of it, and no
+    garbage is collected: the ends of what others left behind are not its work."""
+    work, before, collecting = Work(), sys.gettrace(), gc.isenabled()
 
     def trace(frame: FrameType, event: str, _: object) -> Any:
         frame.f_trace_opcodes, frame.f_trace_lines = True, False
         work.bytecodes += event == "opcode"
         return trace
 
+    gc.disable()
     sys.settrace(trace)
     try:
         yield work
     finally:
         sys.settrace(before)
+        if collecting:
+            gc.enable()
 
 
 def bytecodes(call: Callable[[], object]) -> int:
