@@ -149,36 +149,59 @@ def missing(uses: Uses, margin: int = 0) -> int:
 
 
 class Addresses:
-    """Free runs of an address reservation; first fit, neighbours merged."""
+    """Free runs of an address reservation; best fit, neighbours merged.
+
+    Rejected: the first run that fits. Homes of spans cut the addresses into many runs that fit
+    nothing, and every one before it would be looked at.
+    """
 
     def __init__(self, base: int, size_frames: int) -> None:
         self.free: list[tuple[int, int]] = [(base, size_frames)]
         """(first frame, count), by address."""
+        self._sizes: list[tuple[int, int]] = [(size_frames, base)]
+        """The same by count."""
 
     def find(self, count: int) -> int | None:
-        """The first frame of a free run of that many; None if there is none. O(free runs)."""
-        for first, size in self.free:
-            if size >= count:
-                return first
-        return None
+        """The first frame of a free run of that many; None if there is none. O(log free runs)."""
+        at = bisect_left(self._sizes, (count, 0))
+        return self._sizes[at][1] if at < len(self._sizes) else None
+
+    def rooms(self, count: int, most: int) -> int:
+        """How many runs of that many there is room for; no more are counted than `most`. O(free
+        runs that have room for one, up to the longest that have room for `most`)."""
+        found = 0
+        for size, _ in reversed(self._sizes):
+            if size < count or found >= most:
+                break
+            found += size // count
+        return min(found, most)
 
     def take(self, first: int, count: int) -> None:
         """Take what `find` named out of the free run that it lies in: others may have been merged
-        with it meanwhile. O(free runs)."""
-        at = bisect_right(self.free, first, key=itemgetter(0)) - 1
-        start, size = self.free[at]
-        rest = [(start, first - start), (first + count, start + size - first - count)]
-        self.free[at : at + 1] = [run for run in rest if run[1]]
+        with it meanwhile."""
+        start, size = self._strike(bisect_right(self.free, first, key=itemgetter(0)) - 1)
+        self._put(start, first - start)
+        self._put(first + count, start + size - first - count)
 
     def give(self, first: int, count: int) -> None:
-        """Return a run. O(free runs)."""
+        """Return a run."""
         at = bisect_left(self.free, (first, 0))
         if at < len(self.free) and self.free[at][0] == first + count:
-            count += self.free.pop(at)[1]
+            count += self._strike(at)[1]
         if at and sum(self.free[at - 1]) == first:
-            self.free[at - 1] = (self.free[at - 1][0], self.free[at - 1][1] + count)
-        else:
-            self.free.insert(at, (first, count))
+            first, before = self._strike(at - 1)
+            count += before
+        self._put(first, count)
+
+    def _put(self, first: int, count: int) -> None:
+        if count:
+            insort(self.free, (first, count))
+            insort(self._sizes, (count, first))
+
+    def _strike(self, at: int) -> tuple[int, int]:
+        first, count = self.free.pop(at)
+        del self._sizes[bisect_left(self._sizes, (count, first))]
+        return first, count
 
 
 def _frames(range_: Range) -> int:
@@ -293,10 +316,10 @@ class Arena:
         of the greatest extent if that range maps the span: what sequences use stays, all else is
         given up.
 
-        O(free runs); O(n log n) in the ranges where what is free now is not enough.
+        O(1) where one free run has room for all; O(n log n) in the ranges where free runs have not.
         """
         size, wanted = self.geometry.longest_frames, self.geometry.rows + 1
-        if sum(count // size for _, count in self.addresses.free) > wanted:
+        if self.addresses.rooms(size, wanted + 1) > wanted:
             return True
         used = self._in_use(newcomer, span)
         wanted -= sum(range_.owner is not None for range_ in used)

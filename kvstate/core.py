@@ -225,7 +225,7 @@ class Core:
     ) -> OutOfFrames:  # fmt: skip
         gpu = self.gpu
         reclaimable = gpu.parked + self.spans.spillable_frames
-        protected = self.spans.protected_now
+        protected = self.geometry.protected_frames if self.spans.protecting else 0
         return OutOfFrames(
             what, needed, gpu.free, reclaimable, gpu.coming, place, uses, protected, soon,
             len(gpu.denied.ids),

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any, Final, NamedTuple
 
 from kvstate import runs
@@ -126,6 +126,16 @@ class Flight:
         if self.loads:
             self.finish(sorted(one.transfer.token for one in seqs if one.transfer and one.loading))
 
+    def steps_of(self, seq: Sequence) -> Iterator[Step]:
+        """The steps in flight that name it, the latest first. O(steps since the first of them)."""
+        left = seq.steps
+        for step in reversed(self.steps.values()) if left else ():
+            if step.names(seq):
+                yield step
+                left -= 1
+                if not left:
+                    return
+
     def streams(self) -> list[Stream]:
         """The streams on which work may be that touches memory of a sequence: theirs, and those
         that steps in flight were issued for. Each once. O(ranges)."""
@@ -178,8 +188,8 @@ class Flight:
 
     def _hold_by_steps(self, range_: Range) -> None:
         """Each step that may still run and names the sequence holds the range that it leaves."""
-        for step in self.steps.values():
-            if step.state == STEP_ISSUED.code and step.names(range_.owner):
+        for step in self.steps_of(range_.owner):
+            if step.state == STEP_ISSUED.code:
                 step.fenced.append(range_)
                 range_.holders.add(("steps", step.number))
 
@@ -263,7 +273,7 @@ class Flight:
         if transfer.loads and not ok:
             runs.hand_over(seq, plan.operands)
         if transfer.inward and not ok:
-            self.columns.set_scheduled(seq.row, seq.length_tokens)
+            self.columns.scheduled[seq.row] = seq.length_tokens
             self.reuse.away(seq)
         elif transfer.loads or not ok:
             seq.slots, seq.held_tokens = (), 0

@@ -41,15 +41,15 @@ def lacking(left: Column, needy: npt.NDArray[np.bool_], most: int) -> Column:
 
 
 def soonest(
-    geometry: Geometry, ahead: int, wanted: Sequence_[tuple[Sequence, int]], counts: Column,
-    frames: int,
+    geometry: Geometry, ahead: int, wanted: Sequence_[tuple[Sequence, int]],
+    ends: Sequence_[int], frames: int,
 ) -> dict[Sequence, int]:  # fmt: skip
-    """Who gets so many frames in a step, up to `ahead` beyond what each then uses: one after the
-    other, whoever will first have used up all that it has by then; of equals the first."""
+    """Who gets so many frames in a step after which they have `ends` tokens, up to `ahead` beyond
+    what each then uses: one after the other, the first that will have used up all that it has by
+    then; of equals the first."""
     waiting, found = list[tuple[int, int, int]](), dict[Sequence, int]()
-    for at, (seq, needed) in enumerate(wanted):
+    for at, ((seq, needed), end) in enumerate(zip(wanted, ends, strict=True)):
         assert seq.range is not None
-        end = seq.scheduled_tokens + counts.item(seq.row)
         mapped = max(needed, seq.range.mapped)
         goal = min(geometry.frames(end) + ahead, geometry.frames(seq.max_tokens))
         if mapped < goal:

@@ -168,10 +168,10 @@ class OrderKeeper:
         if step.seqs is not self._seqs or self._version != self.kv.columns.version:
             self._look_up(step)
         size = self.kv.geometry.row_bytes
-        for agent, rows, bases in self._streams:
-            starts = step.starts[rows] * size
-            ends = bases + starts + step.counts[rows] * size
-            reads, writes = Pieces(bases, ends), Pieces(bases + starts, ends)
+        for agent, places, bases in self._streams:
+            ends = bases + step.ends[places] * size
+            starts = ends - step.counts[places] * size
+            reads, writes = Pieces(bases, ends), Pieces(starts, ends)
             self.order.step(step.number, Operation(agent, str(step), reads, writes))
 
     def _look_up(self, step: Step) -> None:
@@ -181,7 +181,7 @@ class OrderKeeper:
         self._streams = [
             (
                 agent,
-                np.array([seq.row for seq in seqs], np.int64),
+                np.array([step.place(seq) for seq in seqs], np.int64),
                 np.array([seq.base for seq in seqs], np.int64),
             )
             for agent, seqs in by_stream.items()

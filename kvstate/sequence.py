@@ -1,14 +1,15 @@
 """The objects that a caller holds, and the columns that a step touches.
 
-A batch is a mask over rows, and every number that a step changes is a column over the same rows.
-So a step is a few numpy operations on whole columns, whatever the batch and however long its
-sequences; only a sequence that crosses a frame or a block costs any Python. Columns that a step
-remembers (`scheduled`, `life`, `base`) are replaced and never written into.
+Every number that a step changes is a column over the rows of sequences. A step works on the entries
+of its batch in them, so it is a few numpy operations, however long the sequences; only one that
+crosses a frame or a block costs any Python. Of a batch of a good part of all rows the entries are
+whole columns, which are several times faster than as many entries picked one by one; of a smaller
+one they are those of its members, so that it does not pay for all rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from collections.abc import Sequence as Sequence_
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 
 Column = npt.NDArray[np.int64]
 _HELD = (HOST_HELD_ACTIVE, HOST_HELD_COMMITTED, HOST_HELD_PRIVATE)
+_PICKED = 4
+"""How many times faster a whole column is than as many entries that are picked."""
 
 
 class Columns:
@@ -82,25 +85,9 @@ class Columns:
         self.counts[code] += 1
         self.states[row] = code
 
-    def set_scheduled(self, row: int, tokens: int) -> None:
-        """Change one row. Steps in flight keep the column they remember."""
-        self.scheduled = self.scheduled.copy()
-        self.scheduled[row] = tokens
-
-    def set_life(self, row: int, life: int) -> None:
-        """Change one row. Steps in flight keep the column they remember."""
-        self.life = self.life.copy()
-        self.life[row] = life
-
-    def set_base(self, row: int, address: int) -> None:
-        """Change one row. Steps in flight keep the column they remember."""
-        self.base = self.base.copy()
-        self.base[row] = address
-
     def set_lengths(self, row: int, tokens: int) -> None:
         """All three lengths of one row: nothing is in flight, and ids are known at most so far."""
-        self.set_scheduled(row, tokens)
-        self.settled[row] = tokens
+        self.scheduled[row] = self.settled[row] = tokens
         self.known[row] = min(tokens, int(self.known[row]))
 
 
@@ -240,7 +227,7 @@ class Sequence(Handle):
     @life.setter
     def life(self, life: int) -> None:
         self._life = life
-        self.columns.set_life(self.row, life)
+        self.columns.life[self.row] = life
 
     @property
     def steps(self) -> int:
@@ -420,39 +407,44 @@ class Sequence(Handle):
 
 
 class Batch(Handle):
-    """Sequences that are stepped together, as a mask over rows. Build one with `Manager.batch`.
+    """Sequences that are stepped together. Build one with `Manager.batch`.
 
     Keep it from step to step and change it with `add` and `remove`: what it has worked out about
     its sequences is then worked out once.
     """
 
     __slots__ = (
-        "_counts", "_tokens", "columns", "commit_version", "life", "mask", "members", "named",
-        "rows", "seqs", "streams", "version",
+        "_counts", "_tokens", "columns", "commit_version", "entries", "life", "mask", "members",
+        "named", "places", "rows", "seqs", "streams", "version",
     )  # fmt: skip
     instead = "make another one with `batch`"
+    members: dict[Sequence, int]
+    """Its sequences, in order, with their numbers in it. Replaced and never written into."""
+    rows: Column
+    """Their rows, in the batch's order."""
+    entries: slice | Column
+    """What it works on of each column."""
+    places: Column
+    """Where in that its members are, in the batch's order."""
+    mask: Column
+    """1 for the entries of its members; `named` is the same as truth values."""
+    named: npt.NDArray[np.bool_]
+    _counts: Column
+    _tokens: int | None
 
     def __init__(self, life: Life, columns: Columns, seqs: Iterable[Sequence]) -> None:
         self.life, self.columns = life, columns
-        self.members: dict[Sequence, int] = {}
-        """Row by sequence, in the order of the batch."""
-        self.seqs: tuple[Sequence, ...] = ()
-        self.rows: Column = np.zeros(0, np.int64)
-        self.mask: Column = np.zeros(columns.rows + 1, np.int64)
-        """1 for the rows of its members; `named` is the same as truth values."""
-        self.named = self.mask.astype(np.bool_)
-        self._counts = self.mask
-        self._tokens: int | None = None
         self.version = -1
         """The version of the columns at which every member was found ready to step."""
         self.streams: list[Stream] = []
         """Those of its members, at that version."""
         self.commit_version = -1
         """The same for committing."""
+        members = dict[Sequence, None]()
         for seq in seqs:
-            self._check_new(seq)
-            self.members[seq] = seq.row
-        self._changed()
+            self._check_new(seq, members)
+            members[seq] = None
+        self._change(members)
 
     def __str__(self) -> str:
         return "a batch"
@@ -475,10 +467,9 @@ class Batch(Handle):
     def add(self, seq: Sequence) -> None:
         """Put a sequence at the end of the batch. Raises ArgumentError if it is in it already.
         O(batch)."""
-        self._check_new(seq)
+        self._check_new(seq, self.members)
         self.life.change()
-        self.members[seq] = seq.row
-        self._changed()
+        self._change([*self.members, seq])
 
     @guarded
     def remove(self, seq: Sequence) -> None:
@@ -486,41 +477,47 @@ class Batch(Handle):
         self._check(seq)
         if seq not in self.members:
             raise ArgumentError(f"{seq} is not in the batch")
-        members = dict(self.members)
-        del members[seq]
         self.life.change()
-        self.members = members
-        self._changed()
+        self._change([one for one in self.members if one is not seq])
 
     def counts(self, tokens: int | npt.ArrayLike) -> Column:
-        """Tokens a row: `tokens` for each member, or one number for each in the batch's order.
+        """Tokens an entry: `tokens` for each member, or one number for each in the batch's order.
         Raises ArgumentError if one is not from 0 to the longest that a sequence may be."""
         if type(tokens) is int and tokens == self._tokens:
             return self._counts
         numbers = counts("tokens", tokens, len(self), self.columns.max_tokens, one=True)
         found = np.zeros_like(self.mask)
-        found[self.rows] = numbers
+        found[self.places] = numbers
         self._tokens = None  # an interrupt may leave one of the two, and never both of two calls
         self._counts = found
         self._tokens = None if numbers.ndim else int(numbers)
         return found
 
+    def place(self, seq: Sequence) -> int:
+        """Where the entry of a member is."""
+        return self.places.item(self.members[seq])
+
     def _check(self, seq: Sequence) -> None:
         if type(seq) is not Sequence or seq.columns is not self.columns:
             raise foreign(seq, Sequence)
 
-    def _check_new(self, seq: Sequence) -> None:
+    def _check_new(self, seq: Sequence, members: Container[Sequence]) -> None:
         self._check(seq)
-        if seq in self.members:
+        if seq in members:
             raise ArgumentError(f"{seq} is in the batch already")
 
-    def _changed(self) -> None:
+    def _change(self, members: Iterable[Sequence]) -> None:
+        """Be these from now on."""
+        self.members = {seq: at for at, seq in enumerate(members)}
         self.seqs = tuple(self.members)
-        self.rows = np.fromiter(self.members.values(), np.int64, len(self.members))
-        self.mask = np.zeros_like(self.mask)
-        self.mask[self.rows] = 1
+        self.rows = np.fromiter((seq.row for seq in self.seqs), np.int64, len(self.seqs))
+        whole = len(self.rows) * _PICKED >= self.columns.rows
+        self.entries = slice(None) if whole else self.rows
+        self.places = self.rows if whole else np.arange(len(self.rows))
+        self.mask = np.zeros(self.columns.rows + 1 if whole else len(self.rows), np.int64)
+        self.mask[self.places] = 1
         self.named = self.mask.astype(np.bool_)
-        self._tokens = None
+        self._counts, self._tokens = self.mask, None
         self.version = self.commit_version = -1
 
 
@@ -539,19 +536,19 @@ class Step(Handle):
     `Manager.step`."""
 
     __slots__ = (
-        "bases", "columns", "counts", "fenced", "life", "mask", "number", "rows", "seqs", "starts",
-        "state", "streams", "version",
+        "bases", "columns", "counts", "ends", "entries", "fenced", "lives", "mask", "members",
+        "number", "places", "rows", "seqs", "state", "streams", "version",
     )  # fmt: skip
     instead = "settle it as it is"
 
-    def __init__(self, number: int, batch: Batch, counts: Column, columns: Columns) -> None:
-        self.number, self.columns = number, columns
-        self.seqs = batch.seqs
-        self.rows, self.mask = batch.rows, batch.mask
-        self.counts = counts
-        self.starts = columns.scheduled
-        self.life, self.bases = columns.life, columns.base
-        self.version = columns.version
+    def __init__(self, number: int, batch: Batch, counts: Column, ends: Column) -> None:
+        self.number, self.columns = number, batch.columns
+        self.seqs, self.members, self.rows = batch.seqs, batch.members, batch.rows
+        self.entries, self.places, self.mask = batch.entries, batch.places, batch.mask
+        self.counts, self.ends = counts, ends
+        self.lives = self.columns.life[self.entries].copy()
+        self.bases = self.columns.base[self.entries].copy()
+        self.version = self.columns.version
         self.streams = batch.streams
         """On which its work is launched."""
         self.state = STEP_ISSUED.code
@@ -573,18 +570,27 @@ class Step(Handle):
     @property
     def start_tokens(self) -> Column:
         """The position of the first new token of each sequence, in the batch's order."""
-        return self.starts[self.rows]
+        return self.ends[self.places] - self.count_tokens
 
     @property
     def count_tokens(self) -> Column:
         """How many new tokens each sequence has, in the batch's order."""
-        return self.counts[self.rows]
+        return self.counts[self.places]
+
+    @property
+    def living(self) -> npt.NDArray[np.bool_]:
+        """Which entries are of bytes that still live the life that the step was issued in."""
+        living: npt.NDArray[np.bool_] = self.columns.life[self.entries] == self.lives
+        return living
 
     def names(self, seq: Sequence) -> bool:
         """The step writes tokens of this sequence."""
-        return bool(self.mask[seq.row])
+        return seq in self.members
 
-    def void(self, row: int) -> None:
-        """Make the step mean nothing for one row: the tokens it continued were rejected."""
-        self.life = self.life.copy()
-        self.life[row] = -1
+    def place(self, seq: Sequence) -> int:
+        """Where the entry of a sequence that it names is."""
+        return self.places.item(self.members[seq])
+
+    def void(self, seq: Sequence) -> None:
+        """Make the step mean nothing for one sequence: the tokens it continued were rejected."""
+        self.lives[self.place(seq)] = -1

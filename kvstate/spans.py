@@ -8,8 +8,8 @@ This file finds the memory and keeps the registry: who has which span, how recen
 be given up. A protected share of the budget is not: without it a burst spills the prefixes exactly
 when they are worth most (report S10). Asking changes nothing (report S08).
 
-What can be given up is asked by every admission, so it is a sum: the spans that sequences need are
-counted as ranges get and lose their owners. Law 16 compares with the names.
+What can be given up is asked by every admission, so it is a sum (see `registered`): the spans that
+sequences need are counted as ranges get and lose their owners. Law 16 compares with the names.
 
 Rejected: a count of aliases in place of their names. A range that is released twice would free
 somebody else's memory.
@@ -17,7 +17,6 @@ somebody else's memory.
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 from typing import Final, NamedTuple
 
@@ -26,12 +25,13 @@ from kvstate.blocks import Node
 from kvstate.config import Config, Geometry
 from kvstate.keys import ID_BYTES
 from kvstate.plan import Cells, Frames
+from kvstate.registered import Registered
 from kvstate.runs import Operands
 from kvstate.sequence import Columns, Sequence
 from kvstate.spec.alias import ALIASED
 from kvstate.spec.page import COMMITTED, PRIVATE
 from kvstate.spec.sequence import ACTIVE
-from kvstate.spec.span import LIVE, REGISTERED
+from kvstate.spec.span import LIVE
 
 
 class Span:
@@ -74,8 +74,8 @@ class Span:
             span.needed += by
             if span.needed - by and span.needed:
                 return
-            if span.number in self.registry.registered:
-                self.registry.idle_frames -= by * span.own_frames
+            if span in self.registry.registered:
+                self.registry.registered.need(span, by)
             span = span.home.span if span.home.owner is None else None
 
     @property
@@ -144,11 +144,8 @@ class Spans:
         self.unit_frames: Final = geometry.align_bytes // geometry.frame_bytes
         self.unit_blocks: Final = geometry.align_bytes // geometry.block_bytes
         self.key_bytes: Final = ID_BYTES * geometry.tokens_per_block
-        self.columns, self.protected_frames = columns, geometry.protected_frames
-        self.registered: OrderedDict[int, Span] = OrderedDict()
-        """By number; those that were used longest ago first, and of a chain the last."""
-        self.idle_frames = 0
-        """Frames of those that no sequence maps, nor a span behind them."""
+        self.columns = columns
+        self.registered = Registered(geometry.protected_frames)
         self.clock = self.made = 0
 
     # Sharing.
@@ -235,8 +232,8 @@ class Spans:
         self.clock += 1
         for one in _chain(span):
             one.used = self.clock
-            if one.number in self.registered:
-                self.registered.move_to_end(one.number)
+            if one in self.registered:
+                self.registered.use(one)
 
     # Remapping.
 
@@ -334,8 +331,7 @@ class Spans:
         self._enter(span)
         span.nodes += passage.nodes
         span.end, span.pages = self._frames(passage.end), passage.pages
-        self.registered[span.number] = span
-        self.idle_frames += 0 if span.needed else span.own_frames
+        self.registered.add(span)
         self.touch(span)
 
     # Giving up.
@@ -344,22 +340,14 @@ class Spans:
         """The spans that a reclaim may give up, in this order: no sequence maps them, and they are
         not among the latest used that make up the protected share, which one sequence alone may
         have too. O(spans)."""
-        kept = set(self._protected(0 if all_of_them else self.protected_now))
-        return [one for one in self.registered.values() if not one.needed and one not in kept]
+        kept = self.protecting and not all_of_them
+        spans, protects = self.registered, self.registered.protects
+        return [one for one in spans if not one.needed and not (kept and protects(one))]
 
     @property
-    def protected_now(self) -> int:
-        """The protected share, in frames, while sequences compete; one alone may have it all."""
-        alone = self.columns.counts[ACTIVE.code] <= 1
-        return 0 if alone else self.protected_frames
-
-    def _protected(self, left: int) -> Iterator[Span]:
-        """The latest used, as far as they fit in so many frames. Cost: as many as fit."""
-        for span in reversed(self.registered.values()):
-            left -= span.own_frames
-            if left < 0 or span.state != REGISTERED.code:
-                return
-            yield span
+    def protecting(self) -> bool:
+        """The protected share is kept while sequences compete; one alone may have it all."""
+        return self.columns.counts[ACTIVE.code] > 1
 
     def rewound(self, seq: Sequence, blocks: int) -> Operands:
         """What it means for its own span that a sequence keeps only so many blocks. Nobody else
@@ -372,21 +360,19 @@ class Spans:
 
     def frames_without(self, sharing: Sharing | None, *, competing: bool = False) -> int:
         """Frames that a reclaim can take from spans if that much is mapped once more; if somebody
-        is `competing`, the protected share is none of them. O(spans of the protected share), and
-        those before the one that is mapped that nobody needs."""
-        if not self.idle_frames:
-            return 0
-        kept = set(self._protected(self.protected_frames if competing else self.protected_now))
-        found = self.idle_frames - frames_of(span for span in kept if not span.needed)
-        for span in _chain(None if sharing is None else sharing.span):
-            if span.needed or span in kept:
+        is `competing`, the protected share is none of them. O(1), and the spans before the one that
+        is mapped that nobody needs."""
+        spans, protected = self.registered, competing or self.protecting
+        found = spans.spare_frames(protected=protected)
+        for span in _chain(None if sharing is None else sharing.span) if found else ():
+            if span.needed or (protected and spans.protects(span)):
                 break  # so are those before it
-            found -= span.own_frames if span.number in self.registered else 0
+            found -= span.own_frames if span in spans else 0
         return found
 
     @property
     def spillable_frames(self) -> int:
-        """Frames that a reclaim can take from spans. O(spans of the protected share)."""
+        """Frames that a reclaim can take from spans."""
         return self.frames_without(None)
 
     def unaliased(self, range_: Range) -> None:
@@ -401,13 +387,12 @@ class Spans:
         span.nodes.clear()
         span.pages.states.clear()
         span.used = 0
-        self.registered.move_to_end(span.number, last=False)
+        self.registered.offer(span)
 
     def spilled(self, span: Span) -> None:
         """A span is given up, and so is its home."""
         span.home.home_of = None
-        del self.registered[span.number]
-        self.idle_frames -= span.own_frames
+        self.registered.remove(span)
 
     def ended(self, range_: Range) -> None:
         """A running sequence has its span no more."""

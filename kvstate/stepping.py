@@ -51,26 +51,26 @@ class Stepping(Core):
         `tokens` is one number for all, or one for each (chunks, drafts). Maps what must grow, in
         one pass, or raises OutOfFrames with nothing changed; with margins also a few frames that
         will be needed soon. Launch the step's work before the next call that takes memory from one
-        of its sequences. Cost: numpy over the rows, and Python only for sequences that cross a
+        of its sequences. Cost: numpy over the batch, and Python only for sequences that cross a
         frame or get one.
         """
         self._enter(batch, Batch)
         columns, counts = self.columns, batch.counts(tokens)
         if batch.version != columns.version or self.flight.coverage is not None:
             self._check_step(batch)
-        ends = columns.scheduled + counts
-        over = (ends > columns.ample) & batch.named
+        ends = columns.scheduled[batch.entries] + counts
+        over = (ends > columns.ample[batch.entries]) & batch.named
         wanted = self._wanted(batch, counts, ends) if np.count_nonzero(over) else []
         if self.mirrors is not None:
             self.mirrors.copy_out()
         if wanted:
             self._grow(wanted, f"a step of {len(batch)} sequences", batch, counts)
-            ends = columns.scheduled + counts
+            ends = columns.scheduled[batch.entries] + counts
         self.life.change()
         self._stepped += 1
-        step = Step(self._stepped, batch, counts, columns)
-        columns.scheduled = ends
-        columns.steps += batch.mask
+        step = Step(self._stepped, batch, counts, ends)
+        columns.scheduled[batch.entries] = ends
+        columns.steps[batch.entries] += batch.mask
         self.flight.steps[step.number] = step
         return step
 
@@ -85,7 +85,7 @@ class Stepping(Core):
     def _wanted(self, batch: Batch, counts: Column, ends: Column) -> list[tuple[Sequence, int]]:
         """The frames that each needs who must grow; 0 for those whose margins may get one now."""
         rows, wanted = batch.rows, []
-        goal = ends[rows]
+        goal = ends[batch.places]
         needy = goal > self.columns.capacity[rows]
         for at in np.flatnonzero(needy).tolist():
             seq, end = batch.seqs[at], int(goal[at])
@@ -117,8 +117,8 @@ class Stepping(Core):
         else:
             plan, taken, void = self._plan_settle(step, given)
         self.flight.settle(plan)
-        columns.settled += taken
-        columns.steps -= step.mask
+        columns.settled[step.entries] += taken
+        columns.steps[step.entries] -= step.mask
         del steps[step.number]
         if taken is not step.counts:
             self._after_settle(step, taken, void)
@@ -130,29 +130,31 @@ class Stepping(Core):
         for seq in self._members(step):
             self._check_order(step, seq)
         self.flight.arrive(*step.seqs)
-        live, members = self.columns.life == step.life, self._members(step)
+        live, members = step.living, self._members(step)
         plan = self.flight.plan()
         leavers = [seq for seq in step.seqs if seq.state == CLOSING.code and seq.steps == 1]
         plan.operands = {"members": members, "leavers": leavers}
         plan.move(_SETTLE, step)
-        void = tuple(seq for seq in step.seqs if not live[seq.row])
+        void = tuple(seq for seq in step.seqs if not live[step.place(seq)])
         return plan, np.where(live, taken, 0), void
 
     def _members(self, step: Step) -> list[Sequence]:
         """Those whose bytes still live the life that the step was issued in."""
-        live = self.columns.life == step.life
-        return [seq for seq in step.seqs if live[seq.row]]
+        live = step.living
+        return [seq for seq in step.seqs if live[step.place(seq)]]
 
     def _accepted(self, step: Step, accepted: npt.ArrayLike) -> Column:
-        """What is accepted, as a column. Raises ArgumentError for more than was issued."""
+        """What is accepted of each entry. Raises ArgumentError for more than was issued."""
         taken = step.counts.copy()
-        taken[step.rows] = values.counts("accepted", accepted, len(step.rows), step.count_tokens)
+        taken[step.places] = values.counts("accepted", accepted, len(step.rows), step.count_tokens)
         return taken
 
     def _check_order(self, step: Step, seq: Sequence) -> None:
-        if step.counts[seq.row] and step.starts[seq.row] != seq.length_tokens:
+        at = step.place(seq)
+        start = step.ends[at] - step.counts[at]
+        if step.counts[at] and start != seq.length_tokens:
             reason = (
-                f"it begins at {step.starts[seq.row]}, but {seq} is settled up to "
+                f"it begins at {start}, but {seq} is settled up to "
                 f"{seq.length_tokens}: settle the earlier step first"
             )
             raise IllegalTransition(str(step), "settle", "ISSUED", reason)
@@ -162,12 +164,12 @@ class Stepping(Core):
         for seq in step.seqs:
             if seq.state == CLOSED.code:
                 self._retire(seq)
-            elif taken[seq.row] < step.counts[seq.row] and seq not in void:
-                self.columns.set_scheduled(seq.row, seq.length_tokens)
+            elif taken[at := step.place(seq)] < step.counts[at] and seq not in void:
+                self.columns.scheduled[seq.row] = seq.length_tokens
                 self.columns.version += 1
-                for later in self.flight.steps.values():
-                    if later.number > step.number and later.names(seq):
-                        later.void(seq.row)
+                for later in self.flight.steps_of(seq):
+                    if later.number > step.number:
+                        later.void(seq)
 
     @guarded
     def commit(self, seq: Sequence, tokens: npt.ArrayLike) -> None:
@@ -240,7 +242,7 @@ class Stepping(Core):
         full = np.flatnonzero((places + 1) % block == 0).tolist()
         self.life.change()
         columns.open_block[rows, places % block] = ids
-        columns.known += batch.mask
+        columns.known[batch.entries] += batch.mask
         plan = self.flight.plan()
         for at in full:
             seq = batch.seqs[at]
@@ -276,7 +278,7 @@ class Stepping(Core):
     ) -> None:  # fmt: skip
         """Give every sequence that many charged frames, in one pass of maps for all of them. In a
         step margins get a few frames besides."""
-        ahead = {} if counts is None else self._provide(wanted, counts)
+        ahead = {} if batch is None or counts is None else self._provide(wanted, batch, counts)
         plan = self._attempt(_GROW, wanted[0][0], self._plan_grow, wanted, what, batch, ahead)
         self.actor.run(plan)
         self.flight.settle(plan)
@@ -310,7 +312,9 @@ class Stepping(Core):
                 plan.move(_GROW, seq, chosen if seq is first else None)
         return plan
 
-    def _provide(self, wanted: list[tuple[Sequence, int]], counts: Column) -> dict[Sequence, int]:
+    def _provide(
+        self, wanted: list[tuple[Sequence, int]], batch: Batch, counts: Column
+    ) -> dict[Sequence, int]:
         """How many frames of margin each gets in this step, of those that are free. If these are
         enough for what it needs, all that it maps is in the pool then."""
         found, ahead = dict[Sequence, int](), self.config.gpu.map_ahead_frames
@@ -318,7 +322,8 @@ class Stepping(Core):
         free = self.gpu.free - fresh
         if ahead:
             most = min(free, margins.pace(self.geometry, counts))
-            found = margins.soonest(self.geometry, ahead, wanted, counts, most)
+            ends = [seq.scheduled_tokens + counts.item(batch.place(seq)) for seq, _ in wanted]
+            found = margins.soonest(self.geometry, ahead, wanted, ends, most)
         short = fresh + sum(found.values()) - len(self.gpu.pool.ids)
         if short > 0 and free >= 0 and not self.ladder.create(short):
             found.clear()  # the device is full

@@ -66,7 +66,7 @@ def view(kv: Manager) -> View:
         ranges=tuple(_ranges(kv)),
         spans=tuple(_spans(kv)),
         span_clock=kv.spans.clock,
-        idle_span_frames=kv.spans.idle_frames,
+        idle_span_frames=kv.spans.registered.idle_frames,
         spare_span_frames=kv.spans.frames_without(None, competing=True),
         transfers=tuple(_transfers(kv)),
         loads=kv.flight.loads,
@@ -165,7 +165,7 @@ def _ranges(kv: Manager) -> list[RangeFact]:
 def _spans(kv: Manager) -> Iterator[SpanFact]:
     """Those of running sequences, and those of the registry."""
     lives = (range_.home_of for range_ in kv.arena.ranges.values())
-    found = {span.number: span for span in lives if span is not None} | kv.spans.registered
+    found = {span.number: span for span in (*lives, *kv.spans.registered) if span is not None}
     for span in found.values():
         yield SpanFact(
             number=span.number,
@@ -179,7 +179,7 @@ def _spans(kv: Manager) -> Iterator[SpanFact]:
             blocks=_names(span.nodes),
             holders=frozenset(span.holders),
             used=span.used,
-            registered=span.number in kv.spans.registered,
+            registered=span in kv.spans.registered,
         )
 
 
@@ -208,8 +208,8 @@ def _step(step: Step) -> StepFact:
         number=step.number,
         landed=step.state == STEP_LANDED.code,
         issued=tuple(zip(rows.tolist(), starts.tolist(), (starts + counts).tolist(), strict=True)),
-        bases=tuple(step.bases[rows].tolist()),
-        lives=tuple(step.life[rows].tolist()),
+        bases=tuple(step.bases[step.places].tolist()),
+        lives=tuple(step.lives[step.places].tolist()),
         fenced=frozenset(range_.number for range_ in step.fenced),
     )
 

@@ -106,7 +106,7 @@ class World:
             [[getattr(seq, name) for name in traits] for seq in kv.sequences.values()],
             [bytes(seq.pages.states) for seq in kv.sequences.values()], list(kv.gpu.counts),
             kv._created, kv._stepped, kv.reuse.index.clock, [seq.uid for seq in self.batch],
-            self.batch.mask.tolist(),
+            self.batch.mask.tolist(), self.batch.rows.tolist(),
         ]  # fmt: skip
 
     def unreadable(self) -> list[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -42,6 +43,13 @@ def small(
         max_tokens=max_tokens,
         **rest,
     )
+
+
+def pytest_configure() -> None:
+    """Hear interrupts, and let what tests start hear them: a shell makes what it runs in the
+    background deaf."""
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

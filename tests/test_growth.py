@@ -17,18 +17,10 @@ FEW: Final = 10
 MANY: Final = 40
 TOLERANCE: Final = 1.02
 """Deeper heaps and longer numbers."""
-FREE_RUNS: Final = {"resume", "resume of a dropped one", "fork"}
-"""Homes of spans cut the free addresses into runs, and whether there is room is asked of each."""
-PROTECTED: Final = {"fork", "fits"}
-"""The spans of the protected share are gone over."""
 ENDING: Final = {"clear_reuse", "trim"}
 """They give everything up."""
-IN_FLIGHT: Final = {"settle that rejects", "suspend", "drop", "close", "close of a fork"}
-"""Every step in flight is asked whether it names the sequence."""
 GROWS: Final = {
-    "steps": IN_FLIGHT,
-    "spans": FREE_RUNS | PROTECTED,
-    "turns": {"create", "probe_reuse", "resume", "resume of a dropped one", "fork"},
+    "turns": {"create", "probe_reuse", "resume", "resume of a dropped one"},
 }
 """By thing: calls that grow with it. A prompt that is found in the memory of many turns asks each
 of them, and touches each: that is their age."""

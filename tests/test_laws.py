@@ -28,7 +28,7 @@ from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spans import Span, Spans
 from kvstate.stepping import Stepping
-from tests.mistakes import Mistake, around, forgets, nothing
+from tests.mistakes import Mistake, around, forgets
 from tests.test_reuse import PROMPT, go_on, said
 from tests.test_spans import LONG, more
 
@@ -67,7 +67,7 @@ def _trim_after_close(kv: Manager) -> None:
 
 def _unregistered(right: Callable[..., None], spans: Spans, passage: Any) -> None:
     right(spans, passage)
-    del spans.registered[passage.span.number]
+    spans.registered.remove(passage.span)
 
 
 def _needed_alone(right: object, span: Span, by: int) -> None:
@@ -155,8 +155,17 @@ def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
     seq.columns.capacity[seq.row] = tokens
 
 
-def _in_place(right: object, columns: Columns, row: int, address: int) -> None:
-    columns.base[row] = address
+def _life(seq: Sequence) -> int:
+    return seq._life
+
+
+def _life_alone(seq: Sequence, life: int) -> None:
+    seq._life = life
+
+
+def _of_the_columns(right: Callable[..., None], step: Step, *args: object) -> None:
+    right(step, *args)
+    step.bases, step.places = step.columns.base, step.rows
 
 
 def _close_with_a_step(kv: Manager) -> None:
@@ -218,7 +227,8 @@ SEQUENCES: Final = (
     Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
             lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
             "0 frames are said to be promised, 4 are"),
-    Mistake("a row keeps the life of who was there", around(Columns, "set_life", nothing),
+    Mistake("a row keeps the life of who was there",
+            lambda patch: patch.setattr(Sequence, "life", property(_life, _life_alone)),
             lambda kv: said(kv, PROMPT).drop(), "rows", "the row of sequence 1 says"),
     Mistake("who has lost its bytes keeps its tokens", forgets(Sequence, "forget_tokens"),
             lambda kv: said(kv, PROMPT).drop(), "leaving releases", "is DROPPED and has tokens"),
@@ -228,7 +238,7 @@ SEQUENCES: Final = (
     Mistake("who is closed is asked for copies", around(Reuse, "left", _keeps_doubles),
             _hit_then_close, "leaving releases", "is gone, and a reclaim would ask it",
             {"spans": "off"}),
-    Mistake("what a step was told is written over", around(Columns, "set_base", _in_place),
+    Mistake("what a step was told is written over", around(Step, "__init__", _of_the_columns),
             _suspend_with_a_step, "fences", "was, and is not"),
     Mistake("a fence does not wait for steps", forgets(Flight, "_hold_by_steps"),
             _suspend_with_a_step, "fences", "was, and is not"),

@@ -708,17 +708,17 @@ def test_a_forgotten_manager_warns() -> None:
 
 
 def test_no_call_changes_what_a_step_in_flight_was_told(open_manager: Open) -> None:
-    """Law 18: a column that steps remember is replaced and never written into."""
+    """Law 18: what steps remember is theirs, and never written into."""
     kv = open_manager()
     seq = kv.create(max_tokens=8)
     seq.resume()
     kv.settle(kv.step(kv.batch([seq]), 3))
     step = kv.step(kv.batch([seq]), 0)
     seq.resize(8)
-    step.starts[seq.row] = 1
+    step.ends[step.place(seq)] = 1
     with pytest.raises(LawViolation, match=r"law 18 .*step 2 was issued as .*3, 3.*1, 1"):
         kv.poll()
-    step.starts[seq.row] = 3
+    step.ends[step.place(seq)] = 3
     kv.settle(step)
 
 

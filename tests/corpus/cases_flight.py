@@ -219,8 +219,8 @@ FLIGHT: Final = (
         fault=Fault(
             "the numbers of a step in flight are written over",
             "kvstate/sequence.py",
-            "        self.life = self.life.copy()\n        self.life[row] = life\n",
-            "        self.life[row] = life\n",
+            "        self.lives = self.columns.life[self.entries].copy()\n",
+            "        self.lives = self.columns.life[self.entries]\n",
             "S01, B83",
         ),
         config=config(),
@@ -346,10 +346,8 @@ FLIGHT: Final = (
         fault=Fault(
             "who leaves waits for the step that was scheduled last",
             "kvstate/flight.py",
-            "        for step in self.steps.values():\n"
-            "            if step.state == STEP_ISSUED.code and step.names(",
-            "        for step in [*self.steps.values()][-1:]:\n"
-            "            if step.state == STEP_ISSUED.code and step.names(",
+            "        for step in reversed(self.steps.values()) if left else ():\n",
+            "        for step in [*self.steps.values()][-1:]:\n",
             "B10",
         ),
         config=config(),

@@ -91,8 +91,8 @@ SPILLING: Final = (
         fault=Fault(
             "nothing is protected",
             "kvstate/spans.py",
-            "return 0 if alone else self.protected_frames",
-            "return 0",
+            "        return self.columns.counts[ACTIVE.code] > 1\n",
+            "        return False\n",
             "S10",
         ),
         config=config(slots=0, spans="all", protected=0.3),
@@ -165,8 +165,8 @@ SPILLING: Final = (
         fault=Fault(
             "the gate counts a span twice",
             "kvstate/spans.py",
-            "        for span in _chain(None if sharing is None else sharing.span):\n",
-            "        for span in _chain(None):\n",
+            "_chain(None if sharing is None else sharing.span) if found",
+            "_chain(None) if found",
             "B82",
         ),
         config=config(frames=4, slots=0, spans="all"),

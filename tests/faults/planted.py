@@ -44,7 +44,7 @@ FAULTS = (
         "suspend changes the sequence before it reserves host room",
         "kvstate/manager.py",
         "        plan, passage, slots = self._attempt(_SUSPEND,",
-        "        self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
+        "        self.columns.scheduled[seq.row] = seq.length_tokens\n"
         "        plan, passage, slots = self._attempt(_SUSPEND,",
         "S04, B119",
     ),
@@ -150,7 +150,7 @@ FAULTS = (
     Fault(
         "rejected tokens stay counted",
         "kvstate/stepping.py",
-        "                self.columns.set_scheduled(seq.row, seq.length_tokens)\n"
+        "                self.columns.scheduled[seq.row] = seq.length_tokens\n"
         "                self.columns.version += 1\n",
         "                self.columns.version += 1\n",
         "B113",
@@ -158,7 +158,7 @@ FAULTS = (
     Fault(
         "later steps live on after a rejection",
         "kvstate/stepping.py",
-        "                        later.void(seq.row)\n",
+        "                        later.void(seq)\n",
         "                        pass\n",
     ),
     Fault(
@@ -233,7 +233,8 @@ FAULTS = (
     Fault(
         "lengths from before the quiesce",
         "kvstate/stepping.py",
-        '{len(batch)} sequences", batch, counts)\n            ends = columns.scheduled + counts\n',
+        '{len(batch)} sequences", batch, counts)\n'
+        "            ends = columns.scheduled[batch.entries] + counts\n",
         '{len(batch)} sequences", batch, counts)\n',
         "B65",
     ),
@@ -471,8 +472,8 @@ FAULTS = (
     Fault(
         "the protected share is kept from one that runs alone",
         "kvstate/spans.py",
-        "        return 0 if alone else self.protected_frames\n",
-        "        return self.protected_frames\n",
+        "        return self.columns.counts[ACTIVE.code] > 1\n",
+        "        return True\n",
         "S10",
     ),
     Fault(
