@@ -312,7 +312,7 @@ class Admission(Stepping):
         range_.pages.states.clear()
         seq.range, seq.stream = range_, stream
         range_.give(seq)
-        self.columns.base[seq.row] = range_.base
+        self.columns.set_base(seq.row, range_.base)
         self.columns.stays += 1
         seq.last_stay = self.columns.stays
         self._set_capacity(seq)

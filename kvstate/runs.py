@@ -147,7 +147,7 @@ def hand_over(seq: Sequence, operands: Mapping[str, Iterable[Any]]) -> None:
     seq.range = None
     range_.give(None)
     seq.set_capacity(0)
-    seq.columns.base[seq.row] = 0
+    seq.columns.set_base(seq.row, 0)
 
 
 def _left(range_: Range, blocks: int) -> tuple[Cells, int, int]:

@@ -85,6 +85,16 @@ class Columns:
         self.counts[code] += 1
         self.states[row] = code
 
+    def set_life(self, row: int, life: int) -> None:
+        """Change one row. Batches must look again: they remember what their members have."""
+        self.life[row] = life
+        self.version += 1
+
+    def set_base(self, row: int, address: int) -> None:
+        """Change one row. Batches must look again: they remember what their members have."""
+        self.base[row] = address
+        self.version += 1
+
     def set_lengths(self, row: int, tokens: int) -> None:
         """All three lengths of one row: nothing is in flight, and ids are known at most so far."""
         self.scheduled[row] = self.settled[row] = tokens
@@ -227,7 +237,7 @@ class Sequence(Handle):
     @life.setter
     def life(self, life: int) -> None:
         self._life = life
-        self.columns.life[self.row] = life
+        self.columns.set_life(self.row, life)
 
     @property
     def steps(self) -> int:
@@ -414,8 +424,8 @@ class Batch(Handle):
     """
 
     __slots__ = (
-        "_counts", "_tokens", "columns", "commit_version", "entries", "life", "mask", "members",
-        "named", "places", "rows", "seqs", "streams", "version",
+        "_counts", "_tokens", "bases", "columns", "commit_version", "entries", "life", "lives",
+        "mask", "members", "named", "places", "rows", "seqs", "streams", "version",
     )  # fmt: skip
     instead = "make another one with `batch`"
     members: dict[Sequence, int]
@@ -438,6 +448,8 @@ class Batch(Handle):
         """The version of the columns at which every member was found ready to step."""
         self.streams: list[Stream] = []
         """Those of its members, at that version."""
+        self.lives = self.bases = np.zeros(0, np.int64)
+        """Those of its entries, at that version. Replaced and never written into."""
         self.commit_version = -1
         """The same for committing."""
         members = dict[Sequence, None]()
@@ -497,6 +509,13 @@ class Batch(Handle):
         """Where the entry of a member is."""
         return self.places.item(self.members[seq])
 
+    def ready(self) -> None:
+        """Every member was found ready to step, as things are. O(batch)."""
+        self.streams = list({id(seq.stream): seq.stream for seq in self.seqs}.values())
+        self.lives = self.columns.life[self.entries].copy()
+        self.bases = self.columns.base[self.entries].copy()
+        self.version = self.columns.version
+
     def _check(self, seq: Sequence) -> None:
         if type(seq) is not Sequence or seq.columns is not self.columns:
             raise foreign(seq, Sequence)
@@ -546,8 +565,7 @@ class Step(Handle):
         self.seqs, self.members, self.rows = batch.seqs, batch.members, batch.rows
         self.entries, self.places, self.mask = batch.entries, batch.places, batch.mask
         self.counts, self.ends = counts, ends
-        self.lives = self.columns.life[self.entries].copy()
-        self.bases = self.columns.base[self.entries].copy()
+        self.lives, self.bases = batch.lives, batch.bases
         self.version = self.columns.version
         self.streams = batch.streams
         """On which its work is launched."""
@@ -593,4 +611,5 @@ class Step(Handle):
 
     def void(self, seq: Sequence) -> None:
         """Make the step mean nothing for one sequence: the tokens it continued were rejected."""
+        self.lives = self.lives.copy()
         self.lives[self.place(seq)] = -1

@@ -79,8 +79,7 @@ class Stepping(Core):
         plan = self.flight.plan()
         for seq in batch.seqs:
             plan.move(_STEP, seq)
-        batch.streams = list({id(seq.stream): seq.stream for seq in batch.seqs}.values())
-        batch.version = self.columns.version
+        batch.ready()
 
     def _wanted(self, batch: Batch, counts: Column, ends: Column) -> list[tuple[Sequence, int]]:
         """The frames that each needs who must grow; 0 for those whose margins may get one now."""

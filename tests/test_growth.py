@@ -7,11 +7,12 @@ wrong as one that grows and does not.
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Final
 
 import pytest
 
-from tests.bench.growth import THINGS, measured
+from tests.bench.growth import THINGS, measured, opened
 
 FEW: Final = 10
 MANY: Final = 40
@@ -31,3 +32,24 @@ def test_calls_do_not_grow_with_what_they_do_not_touch(thing: str) -> None:
     few, many = (measured(thing, count, lives=0).bytecodes for count in (FEW, MANY))
     grown = {call for call in few if many[call] > few[call] * TOLERANCE} - ENDING
     assert grown == GROWS.get(thing, set()), {call: (few[call], many[call]) for call in grown}
+
+
+def test_a_step_of_one_has_no_memory_by_the_row() -> None:
+    """numpy's work is in no bytecode, but what it makes is counted."""
+    rows = 1 << 16
+    with opened(rows) as kv:
+        seq = kv.create(max_tokens=64)
+        seq.resume()
+        batch = kv.batch([seq])
+        kv.settle(kv.step(batch))
+        tracemalloc.start()
+        try:
+            kv.settle(kv.step(batch))
+            kv.commit_each(batch, [7])
+            seq.rewind(1)
+            seq.suspend()
+            seq.resume()
+            _, peak = tracemalloc.get_traced_memory()
+        finally:
+            tracemalloc.stop()
+    assert peak < rows

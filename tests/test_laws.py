@@ -28,7 +28,7 @@ from kvstate.reuse import Reuse
 from kvstate.sequence import Columns, Step, Transfer
 from kvstate.spans import Span, Spans
 from kvstate.stepping import Stepping
-from tests.mistakes import Mistake, around, forgets
+from tests.mistakes import Mistake, around, forgets, nothing
 from tests.test_reuse import PROMPT, go_on, said
 from tests.test_spans import LONG, more
 
@@ -155,14 +155,6 @@ def _unpromised(right: object, seq: Sequence, tokens: int) -> None:
     seq.columns.capacity[seq.row] = tokens
 
 
-def _life(seq: Sequence) -> int:
-    return seq._life
-
-
-def _life_alone(seq: Sequence, life: int) -> None:
-    seq._life = life
-
-
 def _of_the_columns(right: Callable[..., None], step: Step, *args: object) -> None:
     right(step, *args)
     step.bases, step.places = step.columns.base, step.rows
@@ -227,8 +219,7 @@ SEQUENCES: Final = (
     Mistake("a promise is not counted", around(Sequence, "set_capacity", _unpromised),
             lambda kv: kv.create(max_tokens=16, reserve=True).resume(), "counters are sums",
             "0 frames are said to be promised, 4 are"),
-    Mistake("a row keeps the life of who was there",
-            lambda patch: patch.setattr(Sequence, "life", property(_life, _life_alone)),
+    Mistake("a row keeps the life of who was there", around(Columns, "set_life", nothing),
             lambda kv: said(kv, PROMPT).drop(), "rows", "the row of sequence 1 says"),
     Mistake("who has lost its bytes keeps its tokens", forgets(Sequence, "forget_tokens"),
             lambda kv: said(kv, PROMPT).drop(), "leaving releases", "is DROPPED and has tokens"),

@@ -445,9 +445,9 @@ MEMORY: Final = (
         law=FRESH,
         fault=Fault(
             "a batch is not told that a state has changed",
-            "kvstate/sequence.py",
-            "            self.state = code\n            self.columns.version += 1\n",
-            "            self.state = code\n",
+            "kvstate/stepping.py",
+            "        if batch.version != columns.version or",
+            "        if batch.version < 0 or",
             "B85",
         ),
         run=_a_kept_batch,
