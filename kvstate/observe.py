@@ -50,9 +50,10 @@ T = TypeVar("T")
 PUBLIC: Final = (
     "create", "fork", "dummy", "resume", "resize", "rewind", "step", "settle", "commit",
     "commit_each", "stop_committing", "suspend", "drop", "close_sequence", "poll", "wait",
-    "clear_reuse", "trim",
+    "tensors_all", "clear_reuse", "trim",
 )  # fmt: skip
-"""The methods of a manager that change something and that an engine calls."""
+"""The methods of a manager that are looked at and recorded: those that change something, and the
+one that gives out memory for a whole stay."""
 _LANDED: Final = frozenset((STALE.code, STALE_HELD.code, MIRROR.code))
 NOTHING: Final = Ledger({}, frozenset(), {}, frozenset(), {}, frozenset())
 _SNAPSHOTS: Final = 5

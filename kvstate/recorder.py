@@ -44,6 +44,9 @@ class Recorder:
             ),
             "poll": self._poll,
             "wait": lambda args, _: trace.Wait(seq=args["seq"].uid),
+            "tensors_all": lambda args, _: trace.TensorsAll(
+                seq=args["seq"].uid, tokens=args["tokens"]
+            ),
             "clear_reuse": lambda args, _: trace.Clear(),
             "fork": self._fork,
             "trim": lambda args, _: trace.Trim(keep=args["keep_frames"]),

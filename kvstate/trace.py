@@ -224,6 +224,13 @@ class Wait(Call, frozen=True, kw_only=True):
     seq: Name
 
 
+class TensorsAll(Call, frozen=True, kw_only=True):
+    """`Manager.tensors_all`. A replay on a device without memory passes over it."""
+
+    seq: Name
+    tokens: Count | None = None
+
+
 class Trim(Call, frozen=True, kw_only=True):
     """`Manager.trim`."""
 
@@ -240,7 +247,7 @@ class Refused(Call, frozen=True, kw_only=True):
 
 AnyCall = (
     Create | Fork | Dummy | Resume | Resize | Rewind | Step | Settle | Commit | CommitEach | Stop
-    | Suspend | Drop | Close | Poll | Wait | Clear | Trim | Refused
+    | Suspend | Drop | Close | Poll | Wait | TensorsAll | Clear | Trim | Refused
 )  # fmt: skip
 """One line of a trace after the header."""
 

@@ -210,6 +210,7 @@ def _call(call: Any, names: dict[int, int], steps: dict[int, int]) -> Any:
         trace.Rewind: lambda run: run.seq(uid).rewind(call.tokens),
         trace.Commit: lambda run: run.seq(uid).commit(call.tokens),
         trace.Stop: lambda run: run.seq(uid).stop_committing(),
+        trace.TensorsAll: lambda run: run.kv.tensors_all(run.seq(uid), call.tokens),
         trace.Wait: lambda run: run.kv.wait(run.seq(uid)),
         trace.Poll: lambda run: run.kv.poll(call.deliver),
         trace.Clear: lambda run: run.kv.clear_reuse(),

@@ -125,7 +125,7 @@ KINDS: Final[dict[str, tuple[Any, str]]] = {
 
 INSIDE: Final = (
     "Publisher.stored", "Publisher.removed", "Publisher.cleared", "Sequence.enter",
-    "Sequence.set_capacity",
+    "Sequence.set_capacity", "Batch.place",
 )  # fmt: skip
 """Called by the index and by plans alone."""
 REFUSED: Final = (

@@ -80,6 +80,7 @@ def test_every_public_call_is_recorded(tmp_path: Path) -> None:
     seq.resume(device.stream())
     kv.settle(kv.step(kv.batch([seq]), 5), [4])
     seq.resize(8)
+    kv.tensors_all(seq)
     seq.rewind(3)
     seq.stop_committing() if seq.committing else None
     other = kv.create(max_tokens=8)

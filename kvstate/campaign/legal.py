@@ -36,10 +36,14 @@ def refusal(player: Player, call: trace.AnyCall) -> type[KvStateError] | None:
     """What the call must raise; None if it may be made. Raises Skip if what it names was never
     made."""
     members = [player.known(name) for name in _names(call)]
+    if isinstance(call, trace.TensorsAll) and player.device.memory is None:
+        return None
     if not _can_be(player, call):
         return ArgumentError
     if _on_captured(player, call):
         return StreamCaptured
+    if isinstance(call, trace.TensorsAll):
+        return IllegalTransition if player.known(call.seq).seq.base is None else None
     if isinstance(call, trace.Settle):
         return None if _in_order(player.launched(call.step)) else IllegalTransition
     if not all(may(one.seq, call.event) for one in members):
@@ -71,6 +75,8 @@ def _names(call: trace.AnyCall) -> list[int]:
             return []
         case trace.Poll() | trace.Wait() | trace.Clear() | trace.Trim() | trace.Refused():
             return []
+        case trace.TensorsAll():
+            return []
         case _:
             return [call.seq]
 
@@ -88,6 +94,8 @@ def _can_be(player: Player, call: trace.AnyCall) -> bool:
             return 0 < call.tokens <= most
         case trace.Resize() | trace.Rewind():
             return 0 <= call.tokens <= most
+        case trace.TensorsAll():
+            return (call.tokens or 0) <= player.known(call.seq).seq.max_tokens
         case trace.Step():
             return _once(call) and all(0 <= count <= most for count in call.tokens)
         case trace.CommitEach():

@@ -47,6 +47,7 @@ from kvstate.plan import Coverage
 from kvstate.sequence import Sequence, Step
 from kvstate.spec.facts import Ledger
 from kvstate.spec.host import FREE
+from kvstate.tensors import TensorView
 
 LOST = "device lost"
 """The kind of failure after which the process has no device any more."""
@@ -139,6 +140,8 @@ class Player:
         """Stay and base of every sequence that was ACTIVE after the last call."""
         self.over: deque[tuple[Sequence, int | None]] = deque(maxlen=8)
         """Stays that have ended lately. Each call asks about one of them."""
+        self.views: deque[TensorView] = deque(maxlen=8)
+        """The latest views of whole stays."""
         self.bytes_verified = 0
         self.refused: Counter[str] = Counter()
         self._names = self.epoch = 0
@@ -474,6 +477,17 @@ class Player:
         gone = [token for token in others if token not in self.kv.flight.transfers]
         self._same("copies of others that were waited for", gone, [])
 
+    def _tensorsall(self, call: trace.TensorsAll) -> None:
+        seq, sizes = self.known(call.seq).seq, self.kv.geometry
+        if self.device.memory is None:
+            return
+        view = self.kv.tensors_all(seq, call.tokens)
+        tokens = seq.max_tokens if call.tokens is None else call.tokens
+        self._same(f"{view}: where it is", view.address, seq.base)
+        self._same(f"{view}: from token to token", view.strides_bytes[0], sizes.row_bytes)
+        self._same(f"{view}: its size", view.shape[:2], (tokens, sizes.layer_count))
+        self.views.append(view)
+
     def _clear(self, call: trace.Clear) -> None:
         self.epoch += 1
         self.kv.clear_reuse()
@@ -577,6 +591,9 @@ class Player:
             old = before.get(seq, (None, None))
             self._same(f"{seq}: whether its stay goes on", old[0] == stay, old[1] == base)
         self.over += [(seq, old[0]) for seq, old in before.items() if self.stays.get(seq) != old]
+        for view in self.views:
+            goes_on = self.stays.get(view.seq, (None, None))[0] == view.stay
+            self._same(f"{view}: whether it is alive", view.ended is None, goes_on)
         reads = [(seq, stay) for seq, (stay, _) in self.stays.items()]
         self._same(f"whether {reads} are stale", self._are_stale(reads), False)
         self.over.rotate()

@@ -522,6 +522,20 @@ def _wait(player: Player, random: Random) -> trace.AnyCall | None:
     return trace.Wait(seq=random.choice(pool)) if pool else None
 
 
+def _tensors_all(player: Player, random: Random) -> trace.AnyCall | None:
+    """Views of whole stays, of sequences that have none at times."""
+    pool = [
+        name for name, one in player.seqs.items()
+        if one.story.phase == "ACTIVE" or random.random() < 0.1
+    ]  # fmt: skip
+    if not pool:
+        return None
+    name = random.choice(pool)
+    most = player.seqs[name].seq.max_tokens
+    tokens = None if random.random() < 0.5 else random.randint(0, most + 1)
+    return trace.TensorsAll(seq=name, tokens=tokens)
+
+
 def _trim(player: Player, random: Random) -> trace.AnyCall:
     return trace.Trim(keep=random.choice((0, 0, 1, 4)))
 
@@ -543,7 +557,7 @@ _OTHERS: Final[dict[str, tuple[float, Rule]]] = {
     "create": (3, _create), "dummy": (0.3, _dummy), "step": (15, _step), "settle": (14, _settle),
     "twins": (2.5, _twins), "chat": (1, _chat), "orphaned": (0.4, _orphaned),
     "commit_each": (4, _commit_each), "poll": (3, _poll), "wait": (1, _wait), "trim": (0.7, _trim),
-    "clear": (0.2, _clear),
+    "clear": (0.2, _clear), "tensors_all": (1, _tensors_all),
 }  # fmt: skip
 
 RULES: Final[dict[str, tuple[float, Rule]]] = {

@@ -716,6 +716,12 @@ FAULTS = (
         "        if seq.stay != stay:\n            raise",
         "        if seq.stay is None:\n            raise",
     ),
+    Fault(
+        "a view of a whole stay ends where the capacity does",
+        "kvstate/tensors.py",
+        "        if self.layer is not None and self.shape[0] > self.seq.capacity_tokens:\n",
+        "        if self.shape[0] > self.seq.capacity_tokens:\n",
+    ),
 )  # fmt: skip
 
 SEEN_BY_CASES = (
