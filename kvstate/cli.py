@@ -26,6 +26,7 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from kvstate import diagram as drawing
 from kvstate import trace
+from kvstate.campaign import directed as directing
 from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.engine import Engine, Outcome, Request
 from kvstate.campaign.fuzz import Failure, Tally
@@ -115,7 +116,7 @@ def fuzz(
     *,
     device: DeviceOption = "auto",
     seconds: Annotated[float, typer.Option(help="How long, if --calls does not say.")] = 60,
-    calls: Annotated[int | None, typer.Option(help="How many calls, at least.")] = None,
+    calls: Annotated[int | None, typer.Option(help="How many calls to draw, at least.")] = None,
     seed: Annotated[int | None, typer.Option(help="Repeat a run; new by default.")] = None,
     streams: Annotated[
         Search, typer.Option(help="When simulated work runs; any: drawn for each episode.")
@@ -125,8 +126,12 @@ def fuzz(
         list[Path] | None, typer.Option(help="Folders of traces to try first.")
     ] = None,
     save: Annotated[Path, typer.Option(help="Where failures are written.")] = FAILURES,
-    demand: Annotated[
-        bool, typer.Option(help="Fail if a row, state, law or refusal was never seen.")
+    directed: Annotated[
+        bool,
+        typer.Option(
+            help="Play the programs that show everything first, and fail if a row, link, state, "
+            "law or refusal was never seen."
+        ),
     ] = True,
     json: JsonOption = False,
 ) -> None:
@@ -134,21 +139,24 @@ def fuzz(
     seed = secrets.randbits(32) if seed is None else seed
     opened = partial(open_named, device)
     with closing(opened("eager", 0)) as probe:
-        name = probe.name
+        name, granularity_bytes = probe.name, probe.granularity_bytes
     err.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
     with quiet():
         failures = _known([*(known or []), save], opened)
     started = monotonic()
     total = Tally()
     if not failures:
-        enough = fuzzing.until(None if calls else seconds, calls)
+        first = directing.tallies(opened, granularity_bytes) if directed else ()
+        shown = directing.count_calls() if directed else 0
+        enough = fuzzing.until(None if calls else seconds, calls and calls + shown)
         with _progress(json) as tell:
             total = run_workers(
-                seed, workers, opened, streams.value, enough, lambda now: tell(_fuzz_line(now))
-            )
+                seed, workers, opened, streams.value, enough,
+                lambda now: tell(_fuzz_line(now)), first,
+            )  # fmt: skip
         failures = [_tell_failure(failure, save) for failure in total.failures]
     took = monotonic() - started
-    report = fuzz_report(seed, name, streams.value, workers, took, total, failures, demand)
+    report = fuzz_report(seed, name, streams.value, workers, took, total, failures, directed)
     _show(report, json, fuzz_table(report))
     raise typer.Exit(BROKEN if report.violations or report.unseen else HELD)
 

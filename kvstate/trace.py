@@ -302,10 +302,14 @@ def decode_call(line: bytes, number: int) -> AnyCall:
 def read(path: Path) -> tuple[Header, list[AnyCall]]:
     """A whole trace, plain or gzipped. Raises TraceError, naming the line."""
     with open_lines(path) as lines:
-        numbered = enumerate(lines, 1)
-        header = _read_header(numbered)
-        calls = [decode_call(line, number) for number, line in numbered if line.strip()]
-    return header, calls
+        return decode(lines)
+
+
+def decode(lines: Iterable[bytes]) -> tuple[Header, list[AnyCall]]:
+    """The lines of a whole trace. Raises TraceError, naming the line."""
+    numbered = enumerate(lines, 1)
+    header = _read_header(numbered)
+    return header, [decode_call(line, number) for number, line in numbered if line.strip()]
 
 
 def is_trace(path: Path) -> bool:

@@ -52,12 +52,18 @@ def pytest_configure() -> None:
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what needs a GPU, with the reason, where none can be used."""
+def pytest_report_header() -> str:
+    """Say what is left out."""
+    reason = why_no_cuda()
+    return f"tests on a GPU: {f'left out: {reason}' if reason else 'yes'}"
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what needs a GPU where none can be used."""
     wanting = [item for item in items if item.get_closest_marker("gpu")]
-    reason = why_no_cuda() if wanting else None
-    for item in wanting if reason else ():
-        item.add_marker(pytest.mark.skip(reason=reason or ""))
+    if wanting and why_no_cuda():
+        config.hook.pytest_deselected(items=wanting)
+        items[:] = [item for item in items if item not in set(wanting)]
 
 
 @pytest.fixture(autouse=True, scope="session")

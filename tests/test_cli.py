@@ -42,7 +42,7 @@ REPLAY_KEYS = {
 
 
 def fuzz(tmp_path: Path, *args: object, code: int = HELD) -> Any:
-    common = ("--calls", 500, "--save", tmp_path / "failures", "--no-demand")
+    common = ("--calls", 500, "--save", tmp_path / "failures", "--no-directed")
     return run("fuzz", *common, *args, code=code)
 
 

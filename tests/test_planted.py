@@ -56,7 +56,7 @@ def find(fault: Fault, folder: Path, seed: int = 1) -> Finding | None:
     started = monotonic()
     done = subprocess.run(
         [sys.executable, "-m", "kvstate", "fuzz", "--device", "host", "--seed", str(seed),
-         "--calls", str(CALLS), "--save", str(folder / "failures"), "--json"],
+         "--calls", str(CALLS), "--no-directed", "--save", str(folder / "failures"), "--json"],
         cwd=folder, env=os.environ | {"PYTHONPATH": str(folder)}, capture_output=True, text=True,
         check=False,
     )  # fmt: skip

@@ -140,7 +140,7 @@ def test_a_program_replays_on_the_schedule_that_it_was_drawn_on(
         with pytest.raises(Broken, match="it is over"):
             fuzz.play(header, calls, opened)
         assert logs[-1] == logs[-2]
-        assert logs[-1]
+    assert sum(map(len, logs)) > 100
     assert bool(preempts) == (streams == "pct")
 
 

@@ -2,9 +2,9 @@
 
 An episode is a configuration, a device and some dozens of calls; all of it follows from the
 episode's seed, so the seed of a run repeats the run. What must hold always is checked by the
-player after every call. What must be seen *sometimes* (every row fired, every state reached, every
-refusal and every law asked for at least once) is checked here, over the whole campaign, so that a
-check that never ran cannot pass.
+player after every call. What must be seen *sometimes* (every row and link fired, every
+state reached, every refusal met and every law asked at least once) is checked here, over the whole
+campaign, so that a check that never ran cannot pass. Directed programs show it; see `directed`.
 """
 
 from __future__ import annotations
@@ -120,10 +120,16 @@ class Tally:
     def unseen(self) -> list[str]:
         """What a campaign must see and has not seen."""
         missing = [f"row {key}" for key in ROWS if not self.rows[key]]
+        missing += [f"link {key}" for key in LINKS if not self.links[key]]
         missing += [f"state {key}" for key in STATES if key not in self.states]
         missing += [f"refusal {place}" for place in REFUSALS if not self.refused[place]]
         missing += [f"law {law.number} ({law.name})" for law in LAWS if not self.laws[law.name]]
         return missing if self.poisoned else [*missing, "a poisoned manager"]
+
+
+def demanded() -> list[str]:
+    """What a campaign must see."""
+    return Tally().unseen()
 
 
 def episode(seed: str, open_device: OpenDevice, streams: str, calls: int = EPISODE_CALLS) -> Tally:
@@ -193,6 +199,17 @@ def play(header: trace.Header, program: Program, open_device: OpenDevice) -> Pla
         player.abandon()
         raise
     return player
+
+
+def played(header: trace.Header, program: Program, open_device: OpenDevice) -> Tally:
+    """Play a whole program on a fresh device. A failure is shrunk and is part of what comes
+    back."""
+    tally = Tally(episodes=1, calls=len(program))
+    try:
+        _note(tally, play(header, program, open_device))
+    except Broken as broken:
+        tally.failures.append(_shrunk(broken, header, program, open_device))
+    return tally
 
 
 def episodes(seed: int, worker: int = 0) -> Iterator[str]:

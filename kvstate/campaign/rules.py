@@ -109,17 +109,12 @@ def draw(player: Player, random: Random, weights: list[float]) -> trace.AnyCall:
         planned = player.planned.popleft()
         call = planned(player, random) if callable(planned) else planned
         if call is not None:
-            return dressed(player, _named(player, call), random)
+            return dressed(player, call, random)
     chance = 0.6 if player.alike() else 0.25
     call = _follow_up(player, random) if random.random() < chance else None
     while call is None:
         call = random.choices(_CHOICES, weights)[0](player, random)
-    return dressed(player, _named(player, call), random)
-
-
-def _named(player: Player, call: trace.AnyCall) -> trace.AnyCall:
-    """A fork's child gets a name."""
-    return replace(call, child=player.next_name()) if isinstance(call, trace.Fork) else call
+    return dressed(player, call, random)
 
 
 def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
@@ -139,7 +134,9 @@ def _follow_up(player: Player, random: Random) -> trace.AnyCall | None:
 
 def dressed(player: Player, call: trace.AnyCall, random: Random) -> trace.AnyCall:
     """The call with a seed for the device's schedule, and at times with a failure to come, or with
-    memory that others take or give back."""
+    memory that others take or give back. A fork's child gets a name."""
+    if isinstance(call, trace.Fork):
+        call = replace(call, child=player.next_name())
     seed = random.getrandbits(32)
     memory = None if seed % 50 else _memory(player, Random(seed))
     captured = [] if seed % 51 else _captured(player, call, Random(seed))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import multiprocessing
 import signal
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from multiprocessing.process import BaseProcess
@@ -25,11 +25,13 @@ Enough = Callable[[Tally], bool]
 
 
 def run_workers(
-    seed: int, workers: int, open_device: OpenDevice, streams: str, enough: Enough, tell: Tell
-) -> Tally:
+    seed: int, workers: int, open_device: OpenDevice, streams: str, enough: Enough, tell: Tell,
+    first: Iterable[Tally] = (),
+) -> Tally:  # fmt: skip
     """Play until the sum of all workers is enough; `tell` is given the sum after each episode.
 
-    An interrupt ends it early, with what there is.
+    What comes `first` is played here, all of it unless something fails. An interrupt ends it early,
+    with what there is.
     """
     total = Tally()
 
@@ -38,6 +40,10 @@ def run_workers(
         tell(total)
 
     with suppress(KeyboardInterrupt), quiet():
+        for done in first:
+            add(done)
+            if total.failures:
+                return total
         if workers == 1:
             run(episodes(seed), open_device, streams, lambda _: enough(total), add)
         else:

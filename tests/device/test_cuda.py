@@ -470,7 +470,7 @@ def test_an_interrupted_campaign_leaves_the_card_clean(driver: Driver, tmp_path:
     before = driver.free_bytes()
     child = subprocess.Popen(
         [sys.executable, "-m", "kvstate", "fuzz", "--device", "cuda", "--seconds", "60",
-         "--no-demand", "--json", "--save", str(tmp_path)],
+         "--no-directed", "--json", "--save", str(tmp_path)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
     )  # fmt: skip

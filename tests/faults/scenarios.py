@@ -10,6 +10,7 @@ from typing import Final
 from attrs import evolve, frozen
 
 from kvstate import trace
+from kvstate.campaign.directed import scaled
 from kvstate.config import Config
 from tests.corpus.case import config, grew, in_span, left_on_host, opened, said, wrote
 
@@ -28,18 +29,9 @@ class Scenario:
 
     def header(self, frame_bytes: int, streams: str) -> trace.Header:
         """For a device whose frames are multiples of that: the same tokens a frame."""
-        small, factor = self.config, frame_bytes // 4096
-        layers = [evolve(one, head_dim=one.head_dim * factor) for one in small.layers]
-        host = small.host and evolve(small.host, size_bytes=small.host.size_bytes * factor)
-        gpu = evolve(
-            small.gpu,
-            budget_bytes=small.gpu.budget_bytes * factor,
-            frame_bytes=frame_bytes,
-            arena_bytes=small.gpu.arena_bytes and small.gpu.arena_bytes * factor,
-        )
-        scaled = evolve(small, layers=layers, gpu=gpu, host=host)
+        config = scaled(self.config, frame_bytes)
         return trace.Header(
-            kvstate_trace=trace.VERSION, config=scaled, streams=streams, strict=False
+            kvstate_trace=trace.VERSION, config=config, streams=streams, strict=False
         )
 
 

@@ -1,9 +1,8 @@
-"""Every link of the coupling fires: in a case, a scenario, a known failure, or in a program that
-was made for it. A link that none fires is none that anything needs."""
+"""Directed programs show all that a campaign must see, on whatever device: a row, link or refusal
+that none of them fires is one that nothing needs, or one that wants a program."""
 
 from __future__ import annotations
 
-import re
 from itertools import islice
 from pathlib import Path
 from typing import Any, Final
@@ -11,52 +10,48 @@ from typing import Any, Final
 import pytest
 
 from kvstate import trace
-from kvstate.campaign import fuzz
-from kvstate.campaign.fuzz import LINKS
-from kvstate.campaign.player import Player
+from kvstate.campaign import directed, fuzz
+from kvstate.campaign.fuzz import Tally
+from kvstate.campaign.workers import run_workers
 from kvstate.device import ByteDevice
 from kvstate.gpu import HostDevice
 from kvstate.plan import Plan
 from kvstate.spec.compiled import ObjectEvent, ObjectRow
-from tests.corpus.case import See
-from tests.corpus.cases import CASES
-from tests.faults.scenarios import SCENARIOS
 
-HERE: Final = Path(__file__).parent
-RARE: Final = sorted((HERE / "links").glob("*.jsonl"))
-"""Programs of the fuzz, shrunk to what fires one link that hardly anything fires."""
+KNOWN: Final = sorted((Path(__file__).parent / "known").glob("*.jsonl"))
 
 
 def opened(streams: str, seed: int) -> ByteDevice:
     return HostDevice(streams=streams, seed=seed)
 
 
-def fired(path: Path) -> set[str]:
-    """The links that a trace fires. Everything else holds after every call."""
-    return set(fuzz.play(*trace.read(path), opened).coverage.links)
+@pytest.mark.parametrize("granularity_bytes", [4096, 12288])
+def test_they_show_everything(granularity_bytes: int) -> None:
+    total = Tally()
+    for tally in directed.tallies(opened, granularity_bytes):
+        total.add(tally)
+    assert total.failures == []
+    assert total.unseen() == [], "`python -m tests.directed` chooses them anew"
+    assert total.calls == directed.count_calls() < 1000
 
 
-def name_of(link: str) -> str:
-    """What the file of a link is called."""
-    return "-".join(re.split(" -> | over | when ", link))
+def test_each_shows_something_that_those_before_it_do_not() -> None:
+    total, left = Tally(), len(fuzz.demanded())
+    for tally in directed.tallies(opened, 4096):
+        total.add(tally)
+        assert len(total.unseen()) < left
+        left = len(total.unseen())
 
 
-@pytest.mark.parametrize("path", RARE, ids=lambda path: path.stem)
-def test_a_program_fires_the_link_that_it_is_for(path: Path) -> None:
-    (link,) = (one for one in LINKS if name_of(one) == path.stem)
-    assert link in fired(path)
-
-
-def test_every_link_is_fired_by_some_program() -> None:
-    seen = set[str]()
-    for path in (*RARE, *(HERE / "known").glob("*.jsonl")):
-        seen |= fired(path)
-    for case in CASES:
-        if case.config is not None:
-            seen |= played(trace.Header(kvstate_trace=1, config=case.config), case.program)
-    for scenario in SCENARIOS:
-        seen |= played(scenario.header(4096, "eager"), scenario.program)
-    assert set(LINKS) - seen == set()
+def test_a_campaign_plays_them_first_and_stops_at_a_failure() -> None:
+    (one, *_), told = list(islice(directed.tallies(opened, 4096), 1)), list[int]()
+    bad = Tally(calls=3, failures=[fuzz.Failure("bytes", "", *directed.programs()[0], 3)])
+    end = run_workers(
+        1, 1, opened, "eager", lambda _: pytest.fail("nothing is drawn"),
+        lambda now: told.append(now.calls), [one, bad, one],
+    )  # fmt: skip
+    assert told == [one.calls, one.calls + 3]
+    assert end.failures == bad.failures
 
 
 ENDS: Final = {"sequence", "held", "loading", "written"}
@@ -88,8 +83,8 @@ def test_nothing_that_a_call_means_is_left_out(monkeypatch: pytest.MonkeyPatch) 
     taken, settle = dict[int, set[str]](), Plan.settle
     monkeypatch.setattr(Plan, "move", notes)
     monkeypatch.setattr(Plan, "settle", settles)
-    for path in (*RARE, *(HERE / "known").glob("*.jsonl")):
-        fired(path)
+    for header, program in (*directed.programs(), *map(trace.read, KNOWN)):
+        fuzz.play(header, program, opened)
     for name in islice(fuzz.episodes(2027), 60):
         assert not fuzz.episode(name, opened, fuzz.ANY).failures
     assert left == set()
@@ -98,9 +93,3 @@ def test_nothing_that_a_call_means_is_left_out(monkeypatch: pytest.MonkeyPatch) 
 def _is_some(target: object) -> bool:
     """A run of cells that has any, or an object."""
     return not isinstance(target, tuple) or target[1] < target[2]
-
-
-def played(header: trace.Header, program: tuple[trace.AnyCall | See, ...]) -> set[str]:
-    player = Player(header, HostDevice())
-    player.play(call for call in program if not isinstance(call, See))
-    return set(player.coverage.links)
