@@ -1,17 +1,20 @@
 # Two commands do everything on a fresh machine: `make fuzz` runs the main job, `make test` the
-# tests. Each makes its own virtual environment.
+# tests. Each makes its own virtual environment. `make hunt` are the tests that search for minutes.
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
-.PHONY: fuzz test lint docs bench clean
+.PHONY: fuzz test hunt lint docs bench clean
 
 fuzz: $(VENV)/.core
 	$(BIN)/kvstate fuzz --seconds 120 --workers 2 --known tests/known
 
 test: $(VENV)/.dev lint
-	$(BIN)/python -m pytest -n 2 --dist loadgroup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m 'not hunt'
+
+hunt: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m hunt
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff check spec kvstate gpu tests

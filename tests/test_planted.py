@@ -70,6 +70,7 @@ def find(fault: Fault, folder: Path, seed: int = 1) -> Finding | None:
     return Finding(first["kind"], took, first["found_calls"], first["calls"], first["detail"])
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_found(fault: Fault, tmp_path: Path) -> None:
     found = find(fault, tmp_path / "1")
