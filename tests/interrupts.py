@@ -150,7 +150,7 @@ def play(
 ) -> tuple[str, str]:
     """One run: the error is raised at that line of that call. What came of it, and where that was;
     what must not have come of it is said behind a colon."""
-    before, run = left(), Run(scenario, kind)
+    before, run = left(kind), Run(scenario, kind)
     name, call = run.calls[at]
     _calls(run, 0, at)
     seen = None if run.opened is None else view(run.kv)
@@ -178,7 +178,7 @@ def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tup
     """One run: at that line of that call somebody's finaliser closes a sequence. It is refused by
     name, and the call comes to what it does without; or no call runs yet, or any more, and it
     may."""
-    before, run, raised = left(), Run(scenario, kind), list[BaseException]()
+    before, run, raised = left(kind), Run(scenario, kind), list[BaseException]()
     name, call = run.calls[at]
     _calls(run, 0, at)
 
@@ -305,17 +305,20 @@ def _check(run: Run) -> None:
 
 def _end(run: Run, before: Counter[str]) -> list[str]:
     """Close it; what is wrong with that."""
-    wrong = []
-    try:
-        if run.opened is not None:
-            run.kv.close()
-    except BaseException as error:
-        wrong.append(f"close raises: {error!r:.200}")
+    wrong = [] if run.opened is None else _closed(run.kv.close)
     if run.opened is not None and not is_closed(run.device):
         wrong.append("left open: the device is not closed")
-    run.device.close()
-    kept = left() - before
+    wrong += _closed(run.device.close)
+    kept = left(run.kind) - before
     return [*wrong, f"process keeps: {dict(kept)}"] if kept else wrong
+
+
+def _closed(close: Callable[[], object]) -> list[str]:
+    try:
+        close()
+    except BaseException as error:
+        return [f"close raises: {error!r:.200}"]
+    return []
 
 
 def is_closed(device: Any) -> bool:
@@ -373,7 +376,7 @@ def play_opening(kind: str, what: str, every: int = 1) -> Tally:
         with AtLine(0, nothing) as counted:
             opened_device(kind).close()
         for nth in range(1, counted.lines + 1, every):
-            before, place = left(), AtLine(nth, partial(_raise, ERRORS[what]))
+            before, place = left(kind), AtLine(nth, partial(_raise, ERRORS[what]))
             try:
                 with place:
                     device = opened_device(kind)
@@ -382,7 +385,7 @@ def play_opening(kind: str, what: str, every: int = 1) -> Tally:
             if device is not None:
                 device.close()
             gc.collect()
-            kept = left() - before
+            kept = left(kind) - before
             tally.lines += 1
             tally.outcomes["not clean" if kept else "opening"] += 1
             if kept:
@@ -403,7 +406,7 @@ def _limit(within: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("host", "null", "cuda"), action="append")
+    parser.add_argument("--device", choices=("host", "null", "cuda", "fake"), action="append")
     parser.add_argument("--within", default="", help="part of the names of files")
     parser.add_argument("--what", choices=(*ERRORS, FINALISER), default="KeyboardInterrupt")
     parser.add_argument(
