@@ -55,9 +55,7 @@ def why_no_cuda() -> str | None:
         import_module("cuda.core")
         from kvstate.gpu.driver import Driver
 
-        driver = Driver(0)
-        usable = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
-        driver.release()
+        usable = Driver(0).attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
     except (ImportError, KvStateError) as error:
         return str(error)
     return None if usable else "CUDA device 0 has no virtual memory management"

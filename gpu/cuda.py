@@ -106,18 +106,24 @@ class CudaDevice(Books):
         ordinal = whole("ordinal", ordinal)
         streams, seed = checked(streams, seed)
         self.limit_s = number("limit_s", limit_s, 0, above=True)
-        self.driver = driver = Driver(ordinal)
+        self.driver = Driver(ordinal)
         try:
+            self.driver.retain()
             self._open(streams, seed)
             self.closed = False
         except BaseException:
             self.closed = True
-            with driver.here():
-                for held in driver.held:
-                    held.free_all()
-            driver.release()
+            if self.driver.retained:
+                self._free_all()
+            self.driver.release()
             raise
 
+    @on_card
+    def _free_all(self) -> list[str]:
+        """Give back all that was made; what the driver said to what it did not take."""
+        return [why for held in reversed(self.driver.held) for why in held.free_all()]
+
+    @on_card
     def _open(self, streams: str, seed: int) -> None:
         """All that is made when a device is opened."""
         driver, ordinal = self.driver, self.driver.ordinal
@@ -146,13 +152,14 @@ class CudaDevice(Books):
         self._capturing: list[int] = []
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
+        self._at_rest = False
+        """It is being closed, and nothing runs any more."""
         self.pinned = Pinned(driver, self)
         self.stopper = Stopper(driver)
-        with driver.here():
-            self.own = self._new_stream()
-            self.kernels = Kernels(driver)
-            self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
-            self.checker = Checker(self)
+        self.own = self._new_stream()
+        self.kernels = Kernels(driver)
+        self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
+        self.checker = Checker(self)
 
     @property
     def memory(self) -> tuple[str, int]:
@@ -675,17 +682,24 @@ class CudaDevice(Books):
         back; if something never ends, nothing is given back, since it may still be read."""
         if self.closed or self.forked:
             return
-        with self.driver.here():
-            if not self._rests(streams):
-                return
-            try:
-                self._give_back()
-            except (DeviceError, DeviceFault) as error:
-                warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
+        if self.driver.retained and not self._let_go(streams):
+            return
         self.driver.release()
         self.checker.free()
         self.traffic.forget()
         self.forget()
+
+    @on_card
+    def _let_go(self, streams: Sequence[Stream]) -> bool:
+        """Wait, unless that was done before a close that was cut short, and give everything back;
+        whether that could be done."""
+        self._at_rest = self._at_rest or self._rests(streams)
+        if self._at_rest:
+            try:
+                self._give_back()
+            except (DeviceError, DeviceFault) as error:
+                warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=4)
+        return self._at_rest
 
     def _rests(self, streams: Sequence[Stream]) -> bool:
         """Wait for the last time; whether that could be done, or must be tried again."""
@@ -716,7 +730,7 @@ class CudaDevice(Books):
                 self.driver.call(self.api.cuMemUnmap, place, self.frame_bytes)
             self._places.remove(next(iter(self._places)))
         self.pinned.free()
-        failed = [why for held in reversed(self.driver.held) for why in held.free_all()]
+        failed = self._free_all()
         if failed:
             raise DeviceError("close", "; ".join(failed))
 

@@ -50,7 +50,7 @@ def cuda() -> Iterator[Rig]:
 @pytest.fixture
 def driver() -> Iterator[Driver]:
     """The driver, and a hold on the context, so that it outlives the devices of a test."""
-    one = Driver(0)
+    one = Driver(0).retain()
     yield one
     one.release()
 

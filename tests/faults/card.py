@@ -51,8 +51,8 @@ CARD_FAULTS = (
     CardFault(
         "wrong device current",
         "gpu/driver.py",
-        "        error = self.api.cuCtxPushCurrent(self.context)[0]\n",
-        "        error = self.api.cuCtxPushCurrent(self.api.cuCtxGetCurrent()[1])[0]\n",
+        "(self.api.cuCtxPushCurrent, (self.context,))",
+        "(self.api.cuCtxPushCurrent, (self.api.cuCtxGetCurrent()[1],))",
         "S21, B160",
         test=f"{CUDA_TESTS}::test_every_call_selects_its_context",
     ),
