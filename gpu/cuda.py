@@ -16,13 +16,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from time import monotonic, sleep
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from attrs import frozen
@@ -79,14 +79,10 @@ class CudaStream(Handle):
 class CudaEvent(Handle):
     """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
 
-    __slots__ = ("device", "handle", "number", "stream")
+    __slots__ = ("__weakref__", "device", "handle", "number", "stream")
 
     def __init__(self, device: CudaDevice, handle: Any, stream: int, number: int) -> None:
         self.device, self.handle, self.stream, self.number = device, handle, stream, number
-
-    def __del__(self) -> None:
-        # May run on any thread: it only puts the handle back, and calls no driver.
-        self.device.idle_events.append(self.handle)
 
 
 class CudaDevice(Books):
@@ -133,7 +129,10 @@ class CudaDevice(Books):
         self._property, self._access = self._memory_kind(ordinal)
         self.random = Random(seed)
         self.adversarial = streams != "eager"
-        self.idle_events: deque[Any] = deque()
+        self.idle_events: dict[int, object] = {}
+        """The pool: events that nobody holds, by their names in `_events`."""
+        self._leases: dict[int, object] = {}
+        """What puts each event back into the pool."""
         self._events = Held(driver, "cuEventCreate", "cuEventDestroy")
         self._streams = Held(driver, "cuStreamCreate", "cuStreamDestroy")
         self._frames = Held(driver, "cuMemCreate", "cuMemRelease")
@@ -523,11 +522,15 @@ class CudaDevice(Books):
 
     def _event(self, stream: int) -> CudaEvent:
         try:
-            handle = self.idle_events.popleft()
-        except IndexError:
-            handle = self._events.make(len(self._events), NO_TIMING)
+            name, _ = self.idle_events.popitem()
+        except KeyError:
+            name = len(self._events)
+            self._events.make(name, NO_TIMING)
         self._recorded += 1
-        return CudaEvent(self, handle, stream, self._recorded)
+        event = CudaEvent(self, self._events.handle(name), stream, self._recorded)
+        # Called in C, on any thread: no interrupt is lost in it, as one would be in a finaliser.
+        self._leases[name] = ref(event, partial(self.idle_events.__setitem__, name))
+        return event
 
     def handle_of(self, stream: Stream) -> int:
         """The driver's handle of a stream: ours, a number, or another library's object."""

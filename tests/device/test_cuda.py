@@ -546,7 +546,10 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
     for run in interleavings(make, ("gpu/cuda.py",), 2):
         assert run.errors == {}
         event = run.results.pop(0)
-        handles = [int(handle) for handle in (event.handle, *device.idle_events)]
+        handles = [
+            int(handle)
+            for handle in (event.handle, *map(device._events.handle, device.idle_events))
+        ]
         assert len(set(handles)) == len(handles)
         assert before.union(handles) == {int(handle) for handle in device._events.handles}
         del event

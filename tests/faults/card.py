@@ -76,7 +76,7 @@ CARD_FAULTS = (
         "event reused while somebody holds it",
         "gpu/cuda.py",
         "        self._recorded += 1\n",
-        "        self.idle_events.append(handle)\n        self._recorded += 1\n",
+        "        self.idle_events[name] = None\n        self._recorded += 1\n",
         test=f"{CUDA_TESTS}::test_an_event_that_is_held_is_not_recorded_again",
     ),
     CardFault(
