@@ -74,6 +74,8 @@ class Driver:
         try:
             self.call(self.api.cuInit, 0)
             return int(self.call(self.api.cuDeviceGetCount))
+        except RecursionError:
+            raise
         except (RuntimeError, DeviceError) as error:
             raise ConfigError(f"CUDA cannot be used here: {error}") from error
 

@@ -62,6 +62,49 @@ def test_what_is_no_stream_is_refused(stream: Any) -> None:
         foreign.stream_handle(stream)
 
 
+class Hostile:
+    """Raises something when it is asked for anything."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise object.__getattribute__(self, "_error")
+
+
+class Liar:
+    """What it says is no handle."""
+
+    def __init__(self, said: object) -> None:
+        self._said = said
+
+    def __cuda_stream__(self) -> object:
+        return self._said
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Hostile(RuntimeError("closed")), Hostile(AssertionError()), Liar(()), Liar((0,)),
+        Liar("zero"), Liar((0, object())), Told("handle", lambda: 1 / 0),
+    ],
+)  # fmt: skip
+def test_whatever_others_raise_is_a_refusal(stream: Any) -> None:
+    with pytest.raises(DeviceError, match=r"stream failed: it is .*: "):
+        foreign.stream_handle(stream)
+    with pytest.raises(DeviceError, match=r"event failed: it is .*: "):
+        foreign.event_handle(stream)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_is_nobodys_goes_through(error: type[BaseException]) -> None:
+    for ask in (foreign.stream_handle, foreign.event_handle):
+        with pytest.raises(error):
+            ask(Hostile(error()))
+
+
 def test_an_event_is_taken_as_an_object_that_can_be_held() -> None:
     place = ctypes.addressof(BUFFER)
     for name in ("cuda_event", "handle", "ptr", "event_id"):
