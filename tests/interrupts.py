@@ -6,11 +6,13 @@ is raised there, or somebody's finaliser calls the manager. Afterwards there are
 *Intact*: the call has happened as a whole or not at all, every law holds, and the rest of the
 scenario goes on as if nothing had been. *Poisoned*: every call is refused by name. Either way
 `close()` works, the device is closed, and the process has nothing of it left: no mapping, no file.
+What is current on the thread is as it was, whatever the answer.
 
 `PYTHONPATH=. python -m tests.interrupts [--device host] [--what KeyboardInterrupt] [--every 1]`
 
 With `--device cuda --within gpu/` the lines are those of the card's device, its opening among them;
-what the process has of the driver is counted where it is made and taken back.
+what the process has of the driver is counted where it is made and taken back. With `--device fake`
+it is the same device on a driver without a card (`tests/device/fake_driver.py`).
 
 Rejected: signals alone. They come between any two bytecodes, but a run never repeats; a few hundred
 of those are in `tests/signals.py`.
@@ -43,6 +45,7 @@ from kvstate.errors import DeviceFault, LawViolation
 from kvstate.guard import SOURCE
 from kvstate.observe import check_laws
 from kvstate.view import view
+from tests.device.fake_card import entered
 from tests.faults.scenarios import Scenario
 from tests.runs import PLAYED, Run, calls_of, left, opened_device
 
@@ -54,7 +57,7 @@ ERRORS: Final[dict[str, type[BaseException]]] = {
 FINALISER: Final = "finaliser"
 WRONG: Final = (
     "swallowed", "device", "broken books", "halfway", "half poisoned", "close raises", "left open",
-    "process keeps",
+    "process keeps", "context",
 )  # fmt: skip
 
 
@@ -162,10 +165,12 @@ def play(
         came = "raised" if isinstance(raised, error) else f"{raised!r:.200} instead"
     else:
         came = "returned"
+    stays = entered() - before
     try:
         outcome = _judge(run, at, name, came, seen, base) if place.place else "nothing raised"
     except Unclean as unclean:
         outcome = f"{unclean}"
+    outcome += f" context: {dict(stays)}" if stays else ""
     outcome += "".join(f" {wrong}" for wrong in _end(run, before))
     return outcome, f"{scenario.name}, {kind}: call {at} {name}, {place.place}"
 

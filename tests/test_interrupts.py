@@ -109,7 +109,8 @@ def test_a_planted_fault_of_the_guard_is_found(fault: CutFault, tmp_path: Path) 
     patched(fault, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "tests.interrupts", "--device", fault.device, "--what", fault.what,
-         "--scenario", fault.scenario, "--call", fault.call, "--workers", "1"],
+         "--scenario", fault.scenario, "--call", fault.call, "--within", fault.within,
+         "--workers", "1"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, text=True,
         capture_output=True, check=False,
     )  # fmt: skip

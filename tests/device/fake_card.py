@@ -87,11 +87,14 @@ MADE: Final = defaultdict[str, dict[int, Any]](dict)
 
 
 def held() -> Counter[str]:
-    """What the driver has of this process and, of contexts that are current, of this thread."""
-    found = Counter({kind: len(made) for kind, made in MADE.items()})
-    found["contexts pushed"] = len(HERE.contexts)
-    found["capture modes"] = int(HERE.mode != GLOBAL)
-    return +found
+    """What the driver has of this process."""
+    return entered() + Counter({kind: len(made) for kind, made in MADE.items()})
+
+
+def entered() -> Counter[str]:
+    """What is not as a thread finds it: contexts that are current, and the mode of captures."""
+    modes = int(HERE.mode != GLOBAL)
+    return +Counter({"contexts pushed": len(HERE.contexts), "capture modes": modes})
 
 
 def answers(
