@@ -23,7 +23,7 @@ from kvstate.sequence import Sequence
 from kvstate.spec.sequence import ACTIVE
 from tests.corpus.case import config, grew, opened
 from tests.device.fake_card import held
-from tests.device.fake_driver import installed
+from tests.device.fake_driver import open_fake
 from tests.faults.scenarios import IDS, SCENARIOS, Scenario
 
 KEY: Final = 77
@@ -64,8 +64,7 @@ def opened_device(kind: str) -> Any:
     """A device; the fake one is the card's on a driver without a card. What the driver of a card
     makes is counted; and a card is waited for in each poll, so that two runs come to the same."""
     if kind == "fake":
-        with installed():
-            return open_device("cuda")
+        return open_fake()
     if kind != "cuda":
         return open_device(kind)
     counted_driver()

@@ -23,6 +23,8 @@ from typing import Any, Final
 
 import pytest
 
+from kvstate.device import ByteDevice
+from kvstate.gpu import open_device
 from kvstate.gpu.books import address_of
 from tests.device import fake_memory as memory
 from tests.device import fake_names
@@ -110,6 +112,11 @@ def cuCtxGetCurrent() -> int:
     return HERE.contexts[-1] if HERE.contexts else 0
 
 
+@answers(anywhere=True)
+def cuCtxSetCurrent(context: int) -> None:
+    HERE.contexts[-1:] = [context] * bool(context)
+
+
 @answers(1, anywhere=True)
 def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> CUstreamCaptureMode:
     before, HERE.mode = HERE.mode, mode
@@ -121,8 +128,12 @@ def cuThreadExchangeStreamCaptureMode(mode: CUstreamCaptureMode) -> CUstreamCapt
 
 @answers(2)
 def cuMemGetInfo() -> tuple[int, int]:
-    used = sum(frame.size_bytes for frame in MADE["frames"].values())
-    return CARD_BYTES - used - sum(map(len, MADE["memory"].values())), CARD_BYTES
+    return _free_bytes(), CARD_BYTES
+
+
+def _free_bytes() -> int:
+    used: int = sum(frame.size_bytes for frame in MADE["frames"].values())
+    return CARD_BYTES - used - sum(map(len, MADE["memory"].values()))
 
 
 @answers(1, anywhere=True)
@@ -133,8 +144,7 @@ def cuMemGetAllocationGranularity(kind: object, flags: int) -> int:
 @answers(1, anywhere=True)
 def cuMemCreate(size: int, kind: object, flags: int) -> int:
     check(size > 0 and size % PAGE_BYTES == 0)
-    used = sum(frame.size_bytes for frame in MADE["frames"].values())
-    check(used + size <= CARD_BYTES, "OUT_OF_MEMORY")
+    check(size <= _free_bytes(), "OUT_OF_MEMORY")
     return make("frames", memory.Frame(size))
 
 
@@ -411,3 +421,9 @@ def installed() -> Iterator[None]:
         patch.setitem(sys.modules, "cuda.bindings.driver", _DRIVER)
         patch.setitem(sys.modules, "cuda.core", core)
         yield
+
+
+def open_fake(**named: Any) -> ByteDevice:
+    """A card's device on this driver."""
+    with installed():
+        return open_device("cuda", **named)
