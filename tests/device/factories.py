@@ -7,7 +7,7 @@ joins the list below is held to all of them without a change to any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final
 
@@ -36,7 +36,7 @@ from kvstate.gpu.kernels import TILE_BYTES
 from kvstate.gpu.null import NullDevice
 from kvstate.gpu.streams import MODES
 from kvstate.spec.facts import Ledger
-from tests.device.fake_driver import open_fake
+from tests.device.fake_driver import installed, open_fake
 
 ROW_BYTES: Final = 256
 CUDA_FRAME: Final = 2 << 20
@@ -71,6 +71,11 @@ FAKE: Final = tuple(
 )
 """The card's device on a driver without a card."""
 CARDS: Final = (*CUDA, *FAKE)
+DRIVERS: Final = [
+    pytest.param(nullcontext, id="card", marks=pytest.mark.gpu),
+    pytest.param(installed, id="fake"),
+]
+"""Where `cuda` is opened: on the card's driver, or meanwhile on that without one."""
 WITH_BYTES: Final = [
     *(pytest.param(factory, id=factory.name) for factory in (*HOST, *FAKE)),
     *(pytest.param(factory, id=factory.name, marks=pytest.mark.gpu) for factory in CUDA),
