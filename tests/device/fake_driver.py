@@ -344,19 +344,27 @@ def cuEventSynchronize(event: int) -> None:
 # Work.
 
 
+def _copy(target: int, source: int, size: int) -> None:
+    """Both ends stay in one unit of registered memory, if they are in any."""
+    for first, unit in MADE["registered"].items():
+        inside = (side - first for side in (target, source) if 0 <= side - first < unit)
+        check(all(at + size <= unit for at in inside))
+    memory.copy(target, source, size)
+
+
 @answers()
 def cuMemcpyDtoHAsync(target: int, source: int, size: int, stream: int) -> None:
-    launch(stream, partial(memory.copy, target, source, size))
+    launch(stream, partial(_copy, target, source, size))
 
 
 @answers()
 def cuMemcpyHtoDAsync(target: int, source: int, size: int, stream: int) -> None:
-    launch(stream, partial(memory.copy, target, source, size))
+    launch(stream, partial(_copy, target, source, size))
 
 
 @answers()
 def cuMemcpyDtoDAsync(target: int, source: int, size: int, stream: int) -> None:
-    launch(stream, partial(memory.copy, target, source, size))
+    launch(stream, partial(_copy, target, source, size))
 
 
 @answers()
@@ -365,7 +373,7 @@ def cuMemcpyBatchAsync(
     firsts: list[int], kinds: int, stream: int,
 ) -> None:  # fmt: skip
     for run in zip(targets, sources, sizes, strict=True):
-        launch(stream, partial(memory.copy, *run))
+        launch(stream, partial(_copy, *run))
 
 
 @answers()
