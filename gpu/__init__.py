@@ -55,7 +55,9 @@ def why_no_cuda() -> str | None:
         import_module("cuda.core")
         from kvstate.gpu.driver import Driver
 
-        usable = Driver(0).attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
+        driver = Driver(0).retain()
+        usable = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
+        driver.release()
     except (ImportError, KvStateError) as error:
         return str(error)
     return None if usable else "CUDA device 0 has no virtual memory management"

@@ -97,7 +97,7 @@ def cuDevicePrimaryCtxRelease(device: int) -> None:
 
 @answers(anywhere=True)
 def cuCtxPushCurrent(context: int) -> None:
-    check(bool(MADE["contexts retained"]), "INVALID_CONTEXT")
+    check(bool(MADE["contexts retained"]) and context == CONTEXT, "INVALID_CONTEXT")
     HERE.contexts.append(context)
 
 
