@@ -55,7 +55,7 @@ def why_no_cuda() -> str | None:
         import_module("cuda.core")
         from kvstate.gpu.driver import Driver
 
-        driver = Driver(0)
+        driver = Driver(0).retain()
         usable = driver.attribute("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED")
         driver.release()
     except (ImportError, KvStateError) as error:

@@ -16,13 +16,13 @@ from __future__ import annotations
 import ctypes
 import logging
 import warnings
-from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import partial
 from random import Random
 from time import monotonic, sleep
 from typing import Any
+from weakref import ref
 
 import numpy as np
 from attrs import frozen
@@ -79,14 +79,10 @@ class CudaStream(Handle):
 class CudaEvent(Handle):
     """A point in a stream. Its handle goes back to the pool when nobody holds it any more."""
 
-    __slots__ = ("device", "handle", "number", "stream")
+    __slots__ = ("__weakref__", "device", "handle", "number", "stream")
 
     def __init__(self, device: CudaDevice, handle: Any, stream: int, number: int) -> None:
         self.device, self.handle, self.stream, self.number = device, handle, stream, number
-
-    def __del__(self) -> None:
-        # May run on any thread: it only puts the handle back, and calls no driver.
-        self.device.idle_events.append(self.handle)
 
 
 class CudaDevice(Books):
@@ -106,18 +102,24 @@ class CudaDevice(Books):
         ordinal = whole("ordinal", ordinal)
         streams, seed = checked(streams, seed)
         self.limit_s = number("limit_s", limit_s, 0, above=True)
-        self.driver = driver = Driver(ordinal)
+        self.driver = Driver(ordinal)
         try:
+            self.driver.retain()
             self._open(streams, seed)
             self.closed = False
         except BaseException:
             self.closed = True
-            with driver.here():
-                for held in driver.held:
-                    held.free_all()
-            driver.release()
+            if self.driver.retained:
+                self._free_all()
+            self.driver.release()
             raise
 
+    @on_card
+    def _free_all(self) -> list[str]:
+        """Give back all that was made; what the driver said to what it did not take."""
+        return [why for held in reversed(self.driver.held) for why in held.free_all()]
+
+    @on_card
     def _open(self, streams: str, seed: int) -> None:
         """All that is made when a device is opened."""
         driver, ordinal = self.driver, self.driver.ordinal
@@ -127,7 +129,10 @@ class CudaDevice(Books):
         self._property, self._access = self._memory_kind(ordinal)
         self.random = Random(seed)
         self.adversarial = streams != "eager"
-        self.idle_events: deque[Any] = deque()
+        self.idle_events: dict[int, object] = {}
+        """The pool: events that nobody holds, by their names in `_events`."""
+        self._leases: dict[int, object] = {}
+        """What puts each event back into the pool."""
         self._events = Held(driver, "cuEventCreate", "cuEventDestroy")
         self._streams = Held(driver, "cuStreamCreate", "cuStreamDestroy")
         self._frames = Held(driver, "cuMemCreate", "cuMemRelease")
@@ -146,13 +151,14 @@ class CudaDevice(Books):
         self._capturing: list[int] = []
         self._script: list[Completion] | None = None
         self._failed: frozenset[int] = frozenset()
+        self._at_rest = False
+        """It is being closed, and nothing runs any more."""
         self.pinned = Pinned(driver, self)
         self.stopper = Stopper(driver)
-        with driver.here():
-            self.own = self._new_stream()
-            self.kernels = Kernels(driver)
-            self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
-            self.checker = Checker(self)
+        self.own = self._new_stream()
+        self.kernels = Kernels(driver)
+        self.traffic = Traffic(self, {way: self._new_stream() for way in Direction})
+        self.checker = Checker(self)
 
     @property
     def memory(self) -> tuple[str, int]:
@@ -516,11 +522,15 @@ class CudaDevice(Books):
 
     def _event(self, stream: int) -> CudaEvent:
         try:
-            handle = self.idle_events.popleft()
-        except IndexError:
-            handle = self._events.make(len(self._events), NO_TIMING)
+            name, _ = self.idle_events.popitem()
+        except KeyError:
+            name = len(self._events)
+            self._events.make(name, NO_TIMING)
         self._recorded += 1
-        return CudaEvent(self, handle, stream, self._recorded)
+        event = CudaEvent(self, self._events.handle(name), stream, self._recorded)
+        # Called in C, on any thread: no interrupt is lost in it, as one would be in a finaliser.
+        self._leases[name] = ref(event, partial(self.idle_events.__setitem__, name))
+        return event
 
     def handle_of(self, stream: Stream) -> int:
         """The driver's handle of a stream: ours, a number, or another library's object."""
@@ -675,17 +685,24 @@ class CudaDevice(Books):
         back; if something never ends, nothing is given back, since it may still be read."""
         if self.closed or self.forked:
             return
-        with self.driver.here():
-            if not self._rests(streams):
-                return
-            try:
-                self._give_back()
-            except (DeviceError, DeviceFault) as error:
-                warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=2)
+        if self.driver.retained and not self._let_go(streams):
+            return
         self.driver.release()
         self.checker.free()
         self.traffic.forget()
         self.forget()
+
+    @on_card
+    def _let_go(self, streams: Sequence[Stream]) -> bool:
+        """Wait, unless that was done before a close that was cut short, and give everything back;
+        whether that could be done."""
+        self._at_rest = self._at_rest or self._rests(streams)
+        if self._at_rest:
+            try:
+                self._give_back()
+            except (DeviceError, DeviceFault) as error:
+                warnings.warn(f"closing {self!r}: {error}", ResourceWarning, stacklevel=4)
+        return self._at_rest
 
     def _rests(self, streams: Sequence[Stream]) -> bool:
         """Wait for the last time; whether that could be done, or must be tried again."""
@@ -716,7 +733,7 @@ class CudaDevice(Books):
                 self.driver.call(self.api.cuMemUnmap, place, self.frame_bytes)
             self._places.remove(next(iter(self._places)))
         self.pinned.free()
-        failed = [why for held in reversed(self.driver.held) for why in held.free_all()]
+        failed = self._free_all()
         if failed:
             raise DeviceError("close", "; ".join(failed))
 

@@ -9,6 +9,11 @@ The context is current only while a call of ours runs, and meanwhile the thread 
 threads must not while some stream is captured: what we call is no part of anybody's graph, and
 breaks none (the default would destroy a capture of another thread). What was current before, and
 the thread's capture mode, are restored.
+
+An interrupt may come between any two lines. So what a thread has entered is noted as the driver is
+asked for it, and is left down to where a call has begun, twice: one interrupt stops only one of
+them. What two have left is restored when the device is closed, which also gives the context back as
+often as it was retained, and not once more.
 """
 
 from __future__ import annotations
@@ -17,10 +22,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from importlib import import_module
-from typing import Any, Final, NoReturn, TypeVar
+from itertools import starmap
+from threading import local
+from typing import Any, Final, NoReturn, Self, TypeVar
 
 from kvstate.errors import ConfigError, DeviceError, DeviceFault
-from kvstate.gpu.held import Held
+from kvstate.gpu.held import Held, strike
 
 STICKY: Final = frozenset({
     "CUDA_ERROR_ILLEGAL_ADDRESS", "CUDA_ERROR_LAUNCH_FAILED", "CUDA_ERROR_LAUNCH_TIMEOUT",
@@ -32,8 +39,16 @@ STICKY: Final = frozenset({
 """Errors after which the context is lost."""
 
 
+class _Here(local):
+    """What a thread has entered: the driver's answers, (error,) of a context that was made current
+    and (error, mode) of a capture mode that was exchanged, the last one at the end."""
+
+    def __init__(self) -> None:
+        self.entered: list[tuple[Any, ...]] = []
+
+
 class Driver:
-    """The driver and the primary context of one device."""
+    """The driver and the primary context of one device, once it is retained."""
 
     def __init__(self, ordinal: int) -> None:
         try:
@@ -45,11 +60,13 @@ class Driver:
         """The error that lost the context; None while it is usable."""
         self.held: list[Held] = []
         """All that was made, kind by kind."""
+        self.retained: list[tuple[Any, Any]] = []
+        """The driver's answers, each with the context."""
+        self._here = _Here()
         self.device_count = self._count()
         if not 0 <= ordinal < self.device_count:
             raise ConfigError(f"there is no CUDA device {ordinal}; {self.device_count} are visible")
         self.device = self.call(self.api.cuDeviceGet, ordinal)
-        self.context = self.call(self.api.cuDevicePrimaryCtxRetain, self.device)
         self._relaxed = self.api.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
 
     def _count(self) -> int:
@@ -57,30 +74,61 @@ class Driver:
         try:
             self.call(self.api.cuInit, 0)
             return int(self.call(self.api.cuDeviceGetCount))
+        except RecursionError:
+            raise
         except (RuntimeError, DeviceError) as error:
             raise ConfigError(f"CUDA cannot be used here: {error}") from error
 
-    def enter(self) -> Any:
-        """Make the context current on this thread, and its capture mode relaxed; what `leave` wants
-        to know. Of a context that is lost nothing is asked."""
-        error = self.api.cuCtxPushCurrent(self.context)[0]
-        if error and self.lost is None:
-            self.fail("cuCtxPushCurrent", error)
-        return self.api.cuThreadExchangeStreamCaptureMode(self._relaxed)[1]
+    def retain(self) -> Self:
+        """Hold the context until it is released. Raises DeviceError."""
+        retain = self.function("cuDevicePrimaryCtxRetain")
+        self.retained.extend(map(retain, (self.device,)))
+        if self.retained[-1][0]:
+            self.fail("cuDevicePrimaryCtxRetain", self.retained.pop()[0])
+        return self
 
-    def leave(self, mode: Any) -> None:
-        """Restore what was there when `enter` was called."""
-        self.api.cuThreadExchangeStreamCaptureMode(mode)
-        self.api.cuCtxPopCurrent()
+    @property
+    def context(self) -> Any:
+        """The context that is retained."""
+        return self.retained[-1][1]
+
+    @property
+    def depth(self) -> int:
+        """How much this thread has entered and not left."""
+        return len(self._here.entered)
+
+    def enter(self) -> None:
+        """Make the context current on this thread, and its capture mode relaxed. Of a context that
+        is lost nothing is asked."""
+        if self.lost is None:
+            entered = self._here.entered
+            entered.extend(map(self.api.cuCtxPushCurrent, (self.context,)))
+            if entered[-1][0]:
+                self.fail("cuCtxPushCurrent", entered.pop()[0])
+            entered.extend(map(self.api.cuThreadExchangeStreamCaptureMode, (self._relaxed,)))
+
+    def leave(self, depth: int) -> None:
+        """Restore what was there at that depth."""
+        api, entered = self.api, self._here.entered
+        while len(entered) > depth:
+            _, *mode = entered[-1]
+            if mode:
+                strike(entered, map(api.cuThreadExchangeStreamCaptureMode, mode))
+            else:
+                strike(entered, starmap(api.cuCtxPopCurrent, ((),)))
 
     @contextmanager
     def here(self) -> Iterator[None]:
         """The context is current meanwhile, as in a call of a device."""
-        mode = self.enter()
+        depth = self.depth
         try:
-            yield
+            try:
+                self.enter()
+                yield
+            finally:
+                self.leave(depth)
         finally:
-            self.leave(mode)
+            self.leave(depth)
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call the driver; what it gives back. Raises DeviceError, or DeviceFault if it is
@@ -141,9 +189,10 @@ class Driver:
         return int(free)
 
     def release(self) -> None:
-        """Give the context back."""
-        if self.lost is None:
-            self.api.cuDevicePrimaryCtxRelease(self.device)
+        """Give the context back as often as it was retained, and restore this thread."""
+        self.leave(0)
+        while self.retained and self.lost is None:
+            strike(self.retained, map(self.api.cuDevicePrimaryCtxRelease, (self.device,)))
 
     def fail(self, call: str, error: Any) -> NoReturn:
         """Raise what an error of the driver's means."""
@@ -165,10 +214,15 @@ def on_card(method: C) -> C:
     @wraps(method)
     def call(self: Any, *args: Any, **named: Any) -> Any:
         self.present(name)
-        mode = self.driver.enter()
+        driver: Driver = self.driver
+        depth = driver.depth
         try:
-            return method(self, *args, **named)
+            try:
+                driver.enter()
+                return method(self, *args, **named)
+            finally:
+                driver.leave(depth)
         finally:
-            self.driver.leave(mode)
+            driver.leave(depth)
 
     return call  # type: ignore[return-value]

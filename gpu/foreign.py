@@ -6,6 +6,9 @@ is left of a closed one hardly ever does: it is refused, if streams that are kno
 so. Only then the driver is asked whose it is. Rejected: to ask the driver alone, which follows a
 closed one into the void (seen on an H200). Events are only taken as objects,
 which can be held until they have passed; nobody keeps the event of a number alive.
+
+What an object says of itself is code of others. Whatever that raises is a refusal; an interrupt and
+the end of memory go through.
 """
 
 from __future__ import annotations
@@ -13,12 +16,14 @@ from __future__ import annotations
 import ctypes
 import os
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Final
 
 from kvstate.device import Event, Stream
 from kvstate.errors import DeviceError
 from kvstate.gpu.driver import Driver
-from kvstate.values import described
+from kvstate.values import NOBODYS, described, shown
 
 SPECIAL: Final = (0, 1, 2)
 """The driver's own names: the default stream, and that of each process or thread."""
@@ -33,9 +38,10 @@ _EVENTS: Final = "an event of this device, or a recorded one of another library,
 def stream_handle(stream: Stream) -> int:
     """The driver's handle of a stream: a number, or an object of torch, cuda.core, CuPy or the
     bindings. Raises DeviceError for what is none."""
-    found = _number(stream, "__cuda_stream__", "cuda_stream", "handle", "native_handle", "ptr")
-    if found is None and hasattr(stream, "stream_id"):
-        found = _of_torch(stream)
+    with _asking("stream", stream):
+        found = _number(stream, "__cuda_stream__", "cuda_stream", "handle", "native_handle", "ptr")
+        if found is None and hasattr(stream, "stream_id"):
+            found = _of_torch(stream)
     if type(found) is not int or not 0 <= found < 1 << 64:
         raise DeviceError("stream", f"it is {described(stream)}: {_STREAMS}")
     return found
@@ -46,7 +52,8 @@ def event_handle(event: Event) -> int:
     for one that was not recorded."""
     found = None
     if not isinstance(event, int):
-        found = _number(event, "cuda_event", "handle", "ptr", "event_id")
+        with _asking("event", event):
+            found = _number(event, "cuda_event", "handle", "ptr", "event_id")
     if type(found) is not int or not 0 <= found < 1 << 64:
         raise DeviceError("event", f"it is {described(event)}: {_EVENTS}")
     if not found or not is_memory(found):
@@ -87,6 +94,18 @@ def _word(address: int) -> int | None:
         os.getpid(), local, ctypes.c_ulong(1), remote, ctypes.c_ulong(1), ctypes.c_ulong(0)
     )
     return there.value if moved == _POINTER_BYTES else None
+
+
+@contextmanager
+def _asking(call: str, thing: object) -> Iterator[None]:
+    """Raises DeviceError for whatever is raised meanwhile."""
+    try:
+        yield
+    except NOBODYS:
+        raise
+    except Exception as error:
+        reason = f"it is {described(thing)}, which does not say its handle: {shown(error)}"
+        raise DeviceError(call, reason) from error
 
 
 def _number(thing: Any, *names: str) -> int | None:

@@ -8,6 +8,8 @@ between. Whoever closes a device then finds all of it, and nothing twice.
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterable
 from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Final
 
@@ -17,6 +19,11 @@ if TYPE_CHECKING:
     from kvstate.gpu.driver import Driver
 
 _HANDLE: Final = itemgetter(1)
+
+
+def strike(notes: list[Any], taken_back: Iterable[Any]) -> None:
+    """Strike out the last note as the driver takes back what it was of."""
+    deque(zip(map(notes.pop, (-1,)), taken_back, strict=True), 0)
 
 
 class Held(dict[Any, tuple[Any, ...]]):

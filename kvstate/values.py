@@ -39,7 +39,7 @@ ID_HIGH: Final = (1 << 31) - 1
 _TEXTS: Final = (str, bytes, bytearray, memoryview)
 _UNORDERED: Final = (set, frozenset, Mapping)
 _INTS: Final = list[int]
-_NOBODYS: Final = (MemoryError, RecursionError)
+NOBODYS: Final = (MemoryError, RecursionError)
 """No value's fault: the call is cut short."""
 
 _short: Final = Repr()
@@ -54,7 +54,7 @@ def plain(value: T) -> T:
             found = found.item()
         elif getattr(value, "shape", None) == ():
             found = _numpy(value).item()
-    except _NOBODYS:
+    except NOBODYS:
         raise
     except Exception:  # an object of somebody else's, whose own code says no
         return value
@@ -177,7 +177,7 @@ def shown(value: object) -> str:
     """A value for a message: short, on one line, whatever it is."""
     try:
         return " ".join(_short.repr(plain(value)).split())
-    except _NOBODYS:
+    except NOBODYS:
         raise
     except Exception:  # of somebody else's code, or an int of thousands of digits
         return "what cannot be shown"
@@ -237,7 +237,7 @@ def _items(
         return np.array(msgspec.convert(items, _INTS), np.int64)
     except (msgspec.ValidationError, OverflowError):
         pass
-    except _NOBODYS:
+    except NOBODYS:
         raise
     except Exception as error:  # a sequence of somebody else's, whose own code says no
         raise ArgumentTypeError(f"{name} is {described(value)}: {error}") from error
@@ -252,7 +252,7 @@ def _is_row(value: object) -> bool:
         return not issubclass(type(value), _TEXTS)
     try:
         return _numpy(value).ndim > 0
-    except _NOBODYS:
+    except NOBODYS:
         raise
     except Exception:  # not what numpy knows
         return False
@@ -261,7 +261,7 @@ def _is_row(value: object) -> bool:
 def _array(name: str, value: Any) -> npt.NDArray[Any]:
     try:
         return _numpy(value)
-    except _NOBODYS:
+    except NOBODYS:
         raise
     except Exception as error:  # numpy's, or of somebody else's code
         raise ArgumentTypeError(f"{name} is {described(value)}: {error}") from error

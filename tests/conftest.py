@@ -69,7 +69,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(autouse=True, scope="session")
 def _context() -> Iterator[None]:
     """Keep the context of a GPU while tests come and go: its first device costs 0.1 s."""
-    driver = None if why_no_cuda() else Driver(0)
+    driver = None if why_no_cuda() else Driver(0).retain()
     yield
     if driver is not None:
         driver.release()

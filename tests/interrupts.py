@@ -6,11 +6,13 @@ is raised there, or somebody's finaliser calls the manager. Afterwards there are
 *Intact*: the call has happened as a whole or not at all, every law holds, and the rest of the
 scenario goes on as if nothing had been. *Poisoned*: every call is refused by name. Either way
 `close()` works, the device is closed, and the process has nothing of it left: no mapping, no file.
+What is current on the thread is as it was, whatever the answer.
 
 `PYTHONPATH=. python -m tests.interrupts [--device host] [--what KeyboardInterrupt] [--every 1]`
 
 With `--device cuda --within gpu/` the lines are those of the card's device, its opening among them;
-what the process has of the driver is counted where it is made and taken back.
+what the process has of the driver is counted where it is made and taken back. With `--device fake`
+it is the same device on a driver without a card (`tests/device/fake_driver.py`).
 
 Rejected: signals alone. They come between any two bytecodes, but a run never repeats; a few hundred
 of those are in `tests/signals.py`.
@@ -43,6 +45,7 @@ from kvstate.errors import DeviceFault, LawViolation
 from kvstate.guard import SOURCE
 from kvstate.observe import check_laws
 from kvstate.view import view
+from tests.device.fake_card import entered
 from tests.faults.scenarios import Scenario
 from tests.runs import PLAYED, Run, calls_of, left, opened_device
 
@@ -54,7 +57,7 @@ ERRORS: Final[dict[str, type[BaseException]]] = {
 FINALISER: Final = "finaliser"
 WRONG: Final = (
     "swallowed", "device", "broken books", "halfway", "half poisoned", "close raises", "left open",
-    "process keeps",
+    "process keeps", "context",
 )  # fmt: skip
 
 
@@ -150,7 +153,7 @@ def play(
 ) -> tuple[str, str]:
     """One run: the error is raised at that line of that call. What came of it, and where that was;
     what must not have come of it is said behind a colon."""
-    before, run = left(), Run(scenario, kind)
+    before, run = left(kind), Run(scenario, kind)
     name, call = run.calls[at]
     _calls(run, 0, at)
     seen = None if run.opened is None else view(run.kv)
@@ -162,10 +165,12 @@ def play(
         came = "raised" if isinstance(raised, error) else f"{raised!r:.200} instead"
     else:
         came = "returned"
+    stays = entered() - before
     try:
         outcome = _judge(run, at, name, came, seen, base) if place.place else "nothing raised"
     except Unclean as unclean:
         outcome = f"{unclean}"
+    outcome += f" context: {dict(stays)}" if stays else ""
     outcome += "".join(f" {wrong}" for wrong in _end(run, before))
     return outcome, f"{scenario.name}, {kind}: call {at} {name}, {place.place}"
 
@@ -178,7 +183,7 @@ def disturb(scenario: Scenario, kind: str, base: Base, at: int, nth: int) -> tup
     """One run: at that line of that call somebody's finaliser closes a sequence. It is refused by
     name, and the call comes to what it does without; or no call runs yet, or any more, and it
     may."""
-    before, run, raised = left(), Run(scenario, kind), list[BaseException]()
+    before, run, raised = left(kind), Run(scenario, kind), list[BaseException]()
     name, call = run.calls[at]
     _calls(run, 0, at)
 
@@ -305,17 +310,20 @@ def _check(run: Run) -> None:
 
 def _end(run: Run, before: Counter[str]) -> list[str]:
     """Close it; what is wrong with that."""
-    wrong = []
-    try:
-        if run.opened is not None:
-            run.kv.close()
-    except BaseException as error:
-        wrong.append(f"close raises: {error!r:.200}")
+    wrong = [] if run.opened is None else _closed(run.kv.close)
     if run.opened is not None and not is_closed(run.device):
         wrong.append("left open: the device is not closed")
-    run.device.close()
-    kept = left() - before
+    wrong += _closed(run.device.close)
+    kept = left(run.kind) - before
     return [*wrong, f"process keeps: {dict(kept)}"] if kept else wrong
+
+
+def _closed(close: Callable[[], object]) -> list[str]:
+    try:
+        close()
+    except BaseException as error:
+        return [f"close raises: {error!r:.200}"]
+    return []
 
 
 def is_closed(device: Any) -> bool:
@@ -373,7 +381,7 @@ def play_opening(kind: str, what: str, every: int = 1) -> Tally:
         with AtLine(0, nothing) as counted:
             opened_device(kind).close()
         for nth in range(1, counted.lines + 1, every):
-            before, place = left(), AtLine(nth, partial(_raise, ERRORS[what]))
+            before, place = left(kind), AtLine(nth, partial(_raise, ERRORS[what]))
             try:
                 with place:
                     device = opened_device(kind)
@@ -382,7 +390,7 @@ def play_opening(kind: str, what: str, every: int = 1) -> Tally:
             if device is not None:
                 device.close()
             gc.collect()
-            kept = left() - before
+            kept = left(kind) - before
             tally.lines += 1
             tally.outcomes["not clean" if kept else "opening"] += 1
             if kept:
@@ -403,7 +411,7 @@ def _limit(within: str) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("host", "null", "cuda"), action="append")
+    parser.add_argument("--device", choices=("host", "null", "cuda", "fake"), action="append")
     parser.add_argument("--within", default="", help="part of the names of files")
     parser.add_argument("--what", choices=(*ERRORS, FINALISER), default="KeyboardInterrupt")
     parser.add_argument(

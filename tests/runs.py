@@ -22,6 +22,8 @@ from kvstate.pattern import rows
 from kvstate.sequence import Sequence
 from kvstate.spec.sequence import ACTIVE
 from tests.corpus.case import config, grew, opened
+from tests.device.fake_card import held
+from tests.device.fake_driver import open_fake
 from tests.faults.scenarios import IDS, SCENARIOS, Scenario
 
 KEY: Final = 77
@@ -35,6 +37,7 @@ MADE: Final = {
     "cuStreamCreate": "cuStreamDestroy", "cuEventCreate": "cuEventDestroy",
 }  # fmt: skip
 """What the driver makes, and what takes it back."""
+CARDS: Final = ("cuda", "fake")
 HELD: Final = Counter[str]()
 """How many of each the process has, from the first device that was opened here on."""
 
@@ -58,8 +61,10 @@ def counted_driver() -> None:
 
 
 def opened_device(kind: str) -> Any:
-    """A device. What the driver of a card makes is counted; and a card is waited for in each poll,
-    so that two runs come to the same."""
+    """A device; the fake one is the card's on a driver without a card. What the driver of a card
+    makes is counted; and a card is waited for in each poll, so that two runs come to the same."""
+    if kind == "fake":
+        return open_fake()
     if kind != "cuda":
         return open_device(kind)
     counted_driver()
@@ -79,7 +84,7 @@ class Run:
     """A scenario on a device, as far as it was played."""
 
     def __init__(self, scenario: Scenario, kind: str) -> None:
-        self.device = opened_device(kind)
+        self.kind, self.device = kind, opened_device(kind)
         header = scenario.header(max(4096, self.device.granularity_bytes), "eager")
         self.config, self.calls = header.config, calls_of(scenario)
         self.opened: Manager | None = None
@@ -276,14 +281,16 @@ LOOKS: Final[tuple[Call, ...]] = (
 """Calls that no trace has."""
 
 
-def left() -> Counter[str]:
-    """What of devices the process has: mappings by kind, files, and what a driver has made."""
-    found = +HELD
+def left(kind: str = "") -> Counter[str]:
+    """What of devices the process has: mappings by kind, files, and what a driver has made. Of a
+    card's addresses the driver is asked: threads that touch its host memory have pages that look
+    like reservations."""
+    found = HELD + held()
     for line in Path("/proc/self/maps").read_text().splitlines():
         _, access, *_, name = (line + " -").split()[:6] if line.count(" ") < 6 else line.split()[:6]
         if "kvstate-frames" in line:
             found["mapped frames"] += 1
-        elif access == "---p" and name == "-":
+        elif access == "---p" and name == "-" and kind not in CARDS:
             found["reservations"] += 1
     for file in Path("/proc/self/fd").iterdir():
         try:

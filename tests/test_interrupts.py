@@ -19,7 +19,7 @@ from kvstate import Manager
 from kvstate.gpu import open_device
 from tests.faults.cut import CUT_FAULTS, CutFault
 from tests.faults.scenarios import Scenario
-from tests.interrupts import ERRORS, FINALISER, AtLine, play_all, quiet
+from tests.interrupts import ERRORS, FINALISER, AtLine, play_all, play_opening, quiet
 from tests.runs import PLAYED, calls_of, left
 from tests.test_planted import patched
 
@@ -31,6 +31,9 @@ EVERY: Final = {
     FINALISER: 997,
 }
 """Of the lines of each scenario, every so many are played here."""
+CARD_EVERY: Final = {"KeyboardInterrupt": 199, "MemoryError": 499}
+"""The same, of the lines of a card's device alone."""
+OPENING_EVERY: Final = 41
 SIGNALS: Final = 40
 
 
@@ -51,6 +54,32 @@ def test_a_line_that_is_cut_short(scenario: Scenario, kind: str, what: str) -> N
     assert tally.lines > 3
     wanted = {"intact", "poisoned", "closing", "intact, and done"} if what in ERRORS else None
     assert wanted is None or tally.outcomes.keys() <= wanted
+
+
+@pytest.fixture
+def only_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only lines of devices count."""
+    monkeypatch.setattr(AtLine, "within", "gpu/")
+
+
+@pytest.mark.usefixtures("only_gpu")
+@pytest.mark.parametrize("what", CARD_EVERY)
+@pytest.mark.parametrize("scenario", PLAYED, ids=lambda one: one.name)
+def test_a_line_of_a_card_that_is_cut_short(scenario: Scenario, what: str) -> None:
+    """On a driver without a card, which counts what it makes and takes back."""
+    first = PLAYED.index(scenario) * 17 % CARD_EVERY[what]
+    tally = play_all(scenario, "fake", what, CARD_EVERY[what], first)
+    assert tally.problems == []
+    assert tally.lines > 3
+    assert tally.outcomes.keys() <= {"intact", "poisoned", "closing", "intact, and done"}
+
+
+@pytest.mark.usefixtures("only_gpu")
+@pytest.mark.parametrize("what", CARD_EVERY)
+def test_a_card_that_is_cut_short_while_it_is_opened_leaves_nothing(what: str) -> None:
+    tally = play_opening("fake", what, OPENING_EVERY)
+    assert tally.problems == []
+    assert tally.lines > 20
 
 
 @pytest.mark.parametrize("kind", ["host", "null"])
@@ -80,7 +109,8 @@ def test_a_planted_fault_of_the_guard_is_found(fault: CutFault, tmp_path: Path) 
     patched(fault, tmp_path)
     done = subprocess.run(
         [sys.executable, "-m", "tests.interrupts", "--device", fault.device, "--what", fault.what,
-         "--scenario", fault.scenario, "--call", fault.call, "--workers", "1"],
+         "--scenario", fault.scenario, "--call", fault.call, "--within", fault.within,
+         "--workers", "1"],
         cwd=tmp_path, env=os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}, text=True,
         capture_output=True, check=False,
     )  # fmt: skip

@@ -220,7 +220,7 @@ class CudaRaw(Raw):
 
     def __init__(self, ordinal: int) -> None:
         super().__init__()
-        self.driver = driver = Driver(ordinal)
+        self.driver = driver = Driver(ordinal).retain()
         self.api, self.call = driver.api, driver.call
         self.call(self.api.cuCtxSetCurrent, driver.context)  # for as long as the process lives
         self.kernels = Kernels(driver)
@@ -348,7 +348,7 @@ class Card:
         self.kind, self.tiny = kind, tiny
         name, _, ordinal = kind.partition(":")
         self.on_gpu, self.ordinal = name == "cuda", int(ordinal or 0)
-        self.driver = Driver(self.ordinal) if self.on_gpu else None
+        self.driver = Driver(self.ordinal).retain() if self.on_gpu else None
 
     @property
     def hardware(self) -> str:

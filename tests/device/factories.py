@@ -7,7 +7,7 @@ joins the list below is held to all of them without a change to any.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Final
 
@@ -32,9 +32,11 @@ from kvstate.device import (
 from kvstate.errors import DeviceError
 from kvstate.gpu import open_device
 from kvstate.gpu.host import HostDevice
+from kvstate.gpu.kernels import TILE_BYTES
 from kvstate.gpu.null import NullDevice
 from kvstate.gpu.streams import MODES
 from kvstate.spec.facts import Ledger
+from tests.device.fake_driver import installed, open_fake
 
 ROW_BYTES: Final = 256
 CUDA_FRAME: Final = 2 << 20
@@ -63,8 +65,19 @@ CUDA: Final = tuple(
     Factory(f"cuda-{mode}", partial(open_device, "cuda", streams=mode), 2 * CUDA_FRAME)
     for mode in MODES
 )
+FAKE: Final = tuple(
+    Factory(f"fake-{mode}", partial(open_fake, streams=mode), 2 * TILE_BYTES)
+    for mode in ("eager", "adversarial")
+)
+"""The card's device on a driver without a card."""
+CARDS: Final = (*CUDA, *FAKE)
+DRIVERS: Final = [
+    pytest.param(nullcontext, id="card", marks=pytest.mark.gpu),
+    pytest.param(installed, id="fake"),
+]
+"""Where `cuda` is opened: on the card's driver, or meanwhile on that without one."""
 WITH_BYTES: Final = [
-    *(pytest.param(factory, id=factory.name) for factory in HOST),
+    *(pytest.param(factory, id=factory.name) for factory in (*HOST, *FAKE)),
     *(pytest.param(factory, id=factory.name, marks=pytest.mark.gpu) for factory in CUDA),
 ]
 EVERY: Final = [*WITH_BYTES, *(pytest.param(factory, id=factory.name) for factory in NULL)]

@@ -17,7 +17,7 @@ import pytest
 from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import DeviceError, DeviceFull, StreamCaptured
 from tests.device.factories import (
-    CUDA,
+    CARDS,
     ROW_BYTES,
     Rig,
     refused,
@@ -454,9 +454,9 @@ def test_unmapping_beside_a_stream_that_was_not_waited_for_is_a_fault(any_rig: R
     stream = any_rig.device.stream()
     any_rig.device.schedule(3)
     any_rig.device.write(stream, segments((address, 0, 4, 1)))
-    late = any_rig.device.ledger().work or any_rig.factory in CUDA
+    late = any_rig.device.ledger().work or any_rig.factory in CARDS
     any_rig.device.quiesce()
-    late = late and (any_rig.device.ledger().work or any_rig.factory in CUDA)
+    late = late and (any_rig.device.ledger().work or any_rig.factory in CARDS)
     any_rig.device.unmap([UnmapRun(other, 1)])
     assert bool(any_rig.device.faults) == bool(late)
     any_rig.device.faults.clear()

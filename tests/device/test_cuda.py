@@ -30,27 +30,36 @@ from kvstate.device import CopyRun, Direction, FillRun, MapRun, UnmapRun
 from kvstate.errors import ConfigError, DeviceError, DeviceFull, OutOfFrames
 from kvstate.gpu import open_device
 from kvstate.gpu.driver import Driver
-from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, relative, segments
+from tests.device.factories import CUDA, CUDA_FRAME, DRIVERS, Rig, opened, relative, segments
 from tests.interleave import Job, interleavings
 
-pytestmark = pytest.mark.gpu
 OUT, IN = Direction.OUT, Direction.IN
 ROOT: Final = Path(__file__).parent.parent.parent
 SPIN_CYCLES: Final = 50_000_000
 """Of a kernel that runs for some 25 ms."""
 
 
+@pytest.fixture(params=DRIVERS)
+def drivers(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A card's driver, or that without one."""
+    with request.param():
+        yield
+
+
+needs_a_card = pytest.mark.parametrize("drivers", DRIVERS[:1], indirect=True)
+
+
 @pytest.fixture
-def cuda() -> Iterator[Rig]:
+def cuda(drivers: None) -> Iterator[Rig]:
     """A CUDA device as it is."""
     with opened(CUDA[0]) as rig:
         yield rig
 
 
 @pytest.fixture
-def driver() -> Iterator[Driver]:
+def driver(drivers: None) -> Iterator[Driver]:
     """The driver, and a hold on the context, so that it outlives the devices of a test."""
-    one = Driver(0)
+    one = Driver(0).retain()
     yield one
     one.release()
 
@@ -217,6 +226,7 @@ def test_a_thread_that_never_saw_a_context_can_use_the_device(cuda: Rig) -> None
     assert not problems
 
 
+@pytest.mark.usefixtures("drivers")
 def test_a_finaliser_on_another_thread_only_warns(monkeypatch: pytest.MonkeyPatch) -> None:
     held = [open_device("cuda")]
     driver: Any = held[0].driver  # type: ignore[attr-defined]
@@ -250,6 +260,7 @@ def test_two_devices_of_one_card_do_not_know_each_other(cuda: Rig) -> None:
             cuda.device.copy(OUT, [], after=[other.device.record(stream)])
 
 
+@pytest.mark.gpu
 def test_two_cards_in_one_process_do_not_disturb_each_other() -> None:
     """Every call of the one with the other's context current, and the bytes of each."""
     if Driver(0).device_count < 2:
@@ -403,6 +414,7 @@ def test_rows_that_no_kernel_can_check_are_refused(cuda: Rig) -> None:
 # What the hardware refuses.
 
 
+@needs_a_card
 def test_the_driver_refuses_a_copy_into_a_read_only_mapping(cuda: Rig) -> None:
     address = cuda.map(cuda.create(1), read_only=True)
     device, data = inside(cuda), np.zeros(64, np.uint8)
@@ -447,6 +459,7 @@ LOSES: Final = """
 """
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize(
     "address",
     [
@@ -466,6 +479,7 @@ def test_an_illegal_address_poisons_the_manager_and_nothing_hangs(address: str) 
     assert done.returncode == 0, done.stderr
 
 
+@needs_a_card
 def test_an_interrupted_campaign_leaves_the_card_clean(driver: Driver, tmp_path: Path) -> None:
     before = driver.free_bytes()
     child = subprocess.Popen(
@@ -491,6 +505,7 @@ def test_an_interrupted_campaign_leaves_the_card_clean(driver: Driver, tmp_path:
 # Streams of others.
 
 
+@needs_a_card
 @pytest.mark.torch
 def test_streams_and_events_of_torch_are_taken(cuda: Rig) -> None:
     torch = pytest.importorskip("torch")
@@ -509,6 +524,7 @@ def test_streams_and_events_of_torch_are_taken(cuda: Rig) -> None:
 # A manager.
 
 
+@needs_a_card
 def test_a_manager_of_an_8b_shape_moves_a_sequence_out_and_in(driver: Driver) -> None:
     """Rows of 128 KiB, frames of 2 MiB: 16 tokens a frame."""
     config = Config(
@@ -546,7 +562,10 @@ def test_events_may_be_let_go_of_on_any_thread(cuda: Rig) -> None:
     for run in interleavings(make, ("gpu/cuda.py",), 2):
         assert run.errors == {}
         event = run.results.pop(0)
-        handles = [int(handle) for handle in (event.handle, *device.idle_events)]
+        handles = [
+            int(handle)
+            for handle in (event.handle, *map(device._events.handle, device.idle_events))
+        ]
         assert len(set(handles)) == len(handles)
         assert before.union(handles) == {int(handle) for handle in device._events.handles}
         del event
@@ -557,6 +576,7 @@ def _grow_for_ever(seq: Sequence, tokens: int) -> None:
         seq.resize(seq.capacity_tokens + tokens)
 
 
+@pytest.mark.gpu
 def test_a_card_that_others_fill_is_short_of_frames() -> None:
     """The driver itself is out of memory: no DeviceError comes of it, and giving way helps."""
     frame, tokens = 128 << 20, 512

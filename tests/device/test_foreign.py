@@ -15,7 +15,7 @@ from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager
 from kvstate.device import CopyRun, Direction, MapRun
 from kvstate.errors import DeviceError
 from kvstate.gpu import foreign, open_device
-from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, segments
+from tests.device.factories import CUDA, CUDA_FRAME, DRIVERS, Rig, opened, segments
 from tests.device.test_cuda import calls_of, in_a_process
 
 OUT = Direction.OUT
@@ -62,6 +62,49 @@ def test_what_is_no_stream_is_refused(stream: Any) -> None:
         foreign.stream_handle(stream)
 
 
+class Hostile:
+    """Raises something when it is asked for anything."""
+
+    def __init__(self, error: BaseException) -> None:
+        self._error = error
+
+    def __getattribute__(self, name: str) -> Any:
+        if name.startswith("__"):
+            return object.__getattribute__(self, name)
+        raise object.__getattribute__(self, "_error")
+
+
+class Liar:
+    """What it says is no handle."""
+
+    def __init__(self, said: object) -> None:
+        self._said = said
+
+    def __cuda_stream__(self) -> object:
+        return self._said
+
+
+@pytest.mark.parametrize(
+    "stream",
+    [
+        Hostile(RuntimeError("closed")), Hostile(AssertionError()), Liar(()), Liar((0,)),
+        Liar("zero"), Liar((0, object())), Told("handle", lambda: 1 / 0),
+    ],
+)  # fmt: skip
+def test_whatever_others_raise_is_a_refusal(stream: Any) -> None:
+    with pytest.raises(DeviceError, match=r"stream failed: it is .*: "):
+        foreign.stream_handle(stream)
+    with pytest.raises(DeviceError, match=r"event failed: it is .*: "):
+        foreign.event_handle(stream)
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit, MemoryError])
+def test_what_is_nobodys_goes_through(error: type[BaseException]) -> None:
+    for ask in (foreign.stream_handle, foreign.event_handle):
+        with pytest.raises(error):
+            ask(Hostile(error()))
+
+
 def test_an_event_is_taken_as_an_object_that_can_be_held() -> None:
     place = ctypes.addressof(BUFFER)
     for name in ("cuda_event", "handle", "ptr", "event_id"):
@@ -97,10 +140,10 @@ CONFIG: Final = Config(
 )  # fmt: skip
 
 
-@pytest.fixture
-def cuda() -> Iterator[Rig]:
+@pytest.fixture(params=DRIVERS)
+def cuda(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """A CUDA device as it is."""
-    with opened(CUDA[0]) as rig:
+    with request.param(), opened(CUDA[0]) as rig:
         yield rig
 
 
@@ -179,7 +222,6 @@ def test_streams_and_events_of_others_order_copies(make: Any) -> None:
         seq.close(after=record())
 
 
-@pytest.mark.gpu
 @pytest.mark.parametrize("stream", [-5, 1 << 70, True, 0x1234, "0"])
 def test_what_is_no_stream_is_refused_by_a_resume(cuda: Rig, stream: Any) -> None:
     device = open_device("cuda")
@@ -190,7 +232,7 @@ def test_what_is_no_stream_is_refused_by_a_resume(cuda: Rig, stream: Any) -> Non
         assert seq.state_name == "CREATED"
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("cuda", DRIVERS[:1], indirect=True)
 def test_an_event_that_was_not_recorded_is_refused(cuda: Rig) -> None:
     torch = pytest.importorskip("torch")
     with pytest.raises(DeviceError, match="was not recorded"):
@@ -222,7 +264,6 @@ def test_a_stream_that_is_closed_is_refused() -> None:
     assert (done.returncode, done.stdout.count("refused")) == (0, 20), done.stderr[-2000:]
 
 
-@pytest.mark.gpu
 def test_what_was_current_is_current_again(cuda: Rig) -> None:
     device: Any = cuda.device
     api, calls = device.api, calls_of(cuda)
@@ -252,7 +293,7 @@ def with_context(api: Any, context: Any) -> None:
         api.cuCtxPushCurrent(context)
 
 
-@pytest.mark.gpu
+@pytest.mark.parametrize("cuda", DRIVERS[:1], indirect=True)
 def test_a_capture_of_another_thread_survives(cuda: Rig) -> None:
     """In the mode that forbids most: every thread of the process, whatever it calls."""
     torch = pytest.importorskip("torch")

@@ -37,7 +37,7 @@ def find(fault: CardFault, folder: Path) -> Finding | None:
     """Look for the fault in a patched copy; None if nothing found it."""
     patched(fault, folder)
     started = monotonic()
-    by = _tested(fault, folder) if fault.test else _fuzzed(fault, folder)
+    by = _tested(fault, folder, "-k", "not fake") if fault.test else _fuzzed(fault, folder)
     return Finding(by, monotonic() - started) if by else None
 
 
@@ -51,10 +51,10 @@ def _fuzzed(fault: CardFault, folder: Path) -> str | None:
     return f"fuzz: {kinds[0]}" if kinds else None
 
 
-def _tested(fault: CardFault, folder: Path) -> str | None:
+def _tested(fault: CardFault, folder: Path, *options: str) -> str | None:
     shutil.copytree(ROOT / "tests", folder / "tests", ignore=shutil.ignore_patterns("__pycache__"))
     shutil.copy(ROOT / "pyproject.toml", folder)
-    done = _run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", fault.test)
+    done = _run(folder, "-m", "pytest", "-q", "-p", "no:cacheprovider", *options, fault.test)
     assert "skipped" not in done.stdout, done.stdout
     failed = done.returncode == 1 and "failed" in done.stdout
     return fault.test.partition("::")[2] if failed else None
@@ -73,6 +73,14 @@ def _run(folder: Path, *command: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.parametrize("fault", CARD_FAULTS, ids=lambda fault: fault.name)
 def test_planted_fault_is_found_on_the_card(fault: CardFault, tmp_path: Path) -> None:
     assert find(fault, tmp_path) is not None
+
+
+@pytest.mark.parametrize(
+    "fault", [fault for fault in CARD_FAULTS if fault.anywhere], ids=lambda fault: fault.name
+)
+def test_planted_fault_is_found_without_a_card(fault: CardFault, tmp_path: Path) -> None:
+    patched(fault, tmp_path)
+    assert _tested(fault, tmp_path, "-k", "fake") is not None
 
 
 @pytest.mark.parametrize("fault", CARD_FAULTS, ids=lambda fault: fault.name)

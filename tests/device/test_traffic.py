@@ -15,17 +15,16 @@ from kvstate import Config, GpuTier, HostTier, LayerSpec, Manager, Sequence, Str
 from kvstate.device import ByteDevice, CopyRun, Direction, FillRun, MapRun
 from kvstate.errors import DeviceError
 from kvstate.gpu import open_device
-from tests.device.factories import CUDA, CUDA_FRAME, Rig, opened, segments
+from tests.device.factories import CUDA, CUDA_FRAME, DRIVERS, Rig, opened, segments
 
-pytestmark = pytest.mark.gpu
 OUT, IN, WITHIN = Direction
 MIB = 1 << 20
 
 
-@pytest.fixture
-def cuda() -> Iterator[Rig]:
+@pytest.fixture(params=DRIVERS)
+def cuda(request: pytest.FixtureRequest) -> Iterator[Rig]:
     """A CUDA device as it is. What was stopped goes on at the end."""
-    with opened(CUDA[0]) as rig:
+    with request.param(), opened(CUDA[0]) as rig:
         yield rig
         rig.device.wake()
 

@@ -1,7 +1,8 @@
 """Planted faults that only a card shows, or shows differently: patches as in planted.py.
 
 The host device knows no contexts, runs no kernels, and its events are never used twice. Each is
-found by the fuzz on the card, or by the named test where one call is enough to show it.
+found by the fuzz on the card, or by the named test where one call is enough to show it; most of
+those also show it on a driver without a card.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ class CardFault(Fault):
     test: str = ""
     kinds: tuple[str, ...] = ()
     """How the fuzz may call it."""
+    anywhere: bool = False
+    """The test finds it without a card, too."""
 
 
 CARD_FAULTS = (
@@ -39,6 +42,7 @@ CARD_FAULTS = (
         "        one.waits.clear()\n        while one.waits:\n            event =",
         "S05",
         test=f"{CUDA_TESTS}::test_a_copy_out_waits_for_its_event_under_a_spinning_kernel",
+        anywhere=True,
     ),
     CardFault(
         "step not ordered after the load on the card",
@@ -47,14 +51,16 @@ CARD_FAULTS = (
         "                for follower in ():\n",
         "B148",
         test=f"{CUDA_TESTS}::test_a_step_waits_for_a_load_under_a_spinning_kernel",
+        anywhere=True,
     ),
     CardFault(
         "wrong device current",
         "gpu/driver.py",
-        "        error = self.api.cuCtxPushCurrent(self.context)[0]\n",
-        "        error = self.api.cuCtxPushCurrent(self.api.cuCtxGetCurrent()[1])[0]\n",
+        "(self.api.cuCtxPushCurrent, (self.context,))",
+        "(self.api.cuCtxPushCurrent, (self.api.cuCtxGetCurrent()[1],))",
         "S21, B160",
         test=f"{CUDA_TESTS}::test_every_call_selects_its_context",
+        anywhere=True,
     ),
     CardFault(
         "stale base value in the device's table",
@@ -76,8 +82,9 @@ CARD_FAULTS = (
         "event reused while somebody holds it",
         "gpu/cuda.py",
         "        self._recorded += 1\n",
-        "        self.idle_events.append(handle)\n        self._recorded += 1\n",
+        "        self.idle_events[name] = None\n        self._recorded += 1\n",
         test=f"{CUDA_TESTS}::test_an_event_that_is_held_is_not_recorded_again",
+        anywhere=True,
     ),
     CardFault(
         "unmap without quiesce, seen before the driver faults",
@@ -96,6 +103,7 @@ CARD_FAULTS = (
         '            undo.append(partial(self._do, "unmapping", api.cuMemUnmap, place, size))\n',
         "",
         test=f"{CUDA_TESTS}::test_a_mapping_that_fails_half_way_is_undone",
+        anywhere=True,
     ),
     CardFault(
         "frames of a failed create are kept",
@@ -104,6 +112,7 @@ CARD_FAULTS = (
         "",
         "B121",
         test=f"{CUDA_TESTS}::test_more_frames_than_there_is_memory_are_none",
+        anywhere=True,
     ),
     CardFault(
         "descriptions overwritten while a kernel reads them",
@@ -126,6 +135,7 @@ CARD_FAULTS = (
         "list(self.device.pinned.pieces(runs, most_bytes))",
         "list(runs)",
         test=f"{CUDA_TESTS}::test_a_copy_may_cross_registered_units",
+        anywhere=True,
     ),
     CardFault(
         "copies on the device queue behind loads",
@@ -133,6 +143,7 @@ CARD_FAULTS = (
         "direction = Direction.IN if loads else Direction.WITHIN",
         "direction = Direction.IN",
         test=f"{TRAFFIC_TESTS}::test_a_fork_does_not_wait_behind_loads",
+        anywhere=True,
     ),
     CardFault(
         "a copy waits for its event on its stream",
@@ -148,6 +159,7 @@ CARD_FAULTS = (
         "            for one in lane:\n                self.driver.ready(one.done.handle)\n"
         "            while lane and lane[0].done is not None and",
         test=f"{TRAFFIC_TESTS}::test_a_poll_asks_for_the_oldest_of_each_stream",
+        anywhere=True,
     ),
     CardFault(
         "nobody asks whether a stream is being captured",
@@ -155,5 +167,6 @@ CARD_FAULTS = (
         "        if self.driver.capturing(handle):\n",
         "        if False:\n",
         test=f"{TRAFFIC_TESTS}::test_a_stream_that_is_captured_is_refused_and_stays_so",
+        anywhere=True,
     ),
 )  # fmt: skip

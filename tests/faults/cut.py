@@ -25,6 +25,8 @@ class CutFault(Fault):
     """What happens at the lines."""
     device: str = "null"
     scenario: str = "growth of a batch"
+    within: str = ""
+    """Of which files the lines are."""
 
 
 CUT_FAULTS: Final = (
@@ -89,5 +91,44 @@ CUT_FAULTS: Final = (
         "                pass\n",
         call="open",
         wrong="device",
+    ),
+    CutFault(
+        "what a card's driver has made is noted a line too late",
+        "gpu/held.py",
+        "        self.update(zip((name,), map(function, *([one] for one in args)), strict=True))\n"
+        "        error, handle = self[name]\n",
+        "        answer = function(*args)\n"
+        "        self[name] = answer\n"
+        "        error, handle = answer\n",
+        call="open",
+        wrong="process keeps",
+        device="fake",
+        within="gpu/held",
+    ),
+    CutFault(
+        "a card's context is left only once",
+        "gpu/driver.py",
+        "            finally:\n"
+        "                driver.leave(depth)\n"
+        "        finally:\n"
+        "            driver.leave(depth)\n",
+        "            finally:\n"
+        "                driver.leave(depth)\n"
+        "        finally:\n"
+        "            pass\n",
+        call="resume",
+        wrong="context",
+        device="fake",
+        within="gpu/driver",
+    ),
+    CutFault(
+        "a card's context is given back a line before that is noted",
+        "gpu/driver.py",
+        "strike(self.retained, map(self.api.cuDevicePrimaryCtxRelease, (self.device,)))",
+        "self.api.cuDevicePrimaryCtxRelease(self.device)\n            self.retained.pop()",
+        call="end",
+        wrong="close raises",
+        device="fake",
+        within="gpu/driver",
     ),
 )

@@ -40,7 +40,7 @@ def _begin(device: str) -> None:
     takes longer than a run."""
     logging.disable()
     if device.startswith("cuda"):
-        _held.append(Driver(0))
+        _held.append(Driver(0).retain())
 
 
 _held: list[Driver] = []
