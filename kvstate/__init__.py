@@ -32,6 +32,8 @@ from kvstate.sequence import Batch, Sequence, Step
 from kvstate.stats import Stats
 from kvstate.tensors import TensorView
 
+__version__ = "0.1.0"
+
 __all__ = [
     "ArgumentError",
     "ArgumentTypeError",

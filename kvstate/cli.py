@@ -1,8 +1,9 @@
 """The command line: `kvstate fuzz`, `replay`, `diagram`, `doctor`.
 
 The only place that puts managers and devices together by name. Each command prints for people, or
-with `--json` one object on standard output; whatever else is said goes to standard error. Exit
-codes: 0 all held, 1 something that must hold did not, 2 misuse.
+with `--json` one object on standard output; whatever else is said goes to standard error, and
+nothing is wrapped where that is no terminal. Exit codes: 0 all held, 1 something that must hold did
+not, 2 misuse, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -14,18 +15,20 @@ from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from enum import StrEnum
 from functools import partial
+from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Final
+from typing import Annotated, Any, Final
 
 import msgspec
 import typer
 from rich.console import Console, RenderableType
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from typer.core import TyperGroup
 
+from kvstate import __version__, trace
 from kvstate import diagram as drawing
-from kvstate import trace
 from kvstate.campaign import directed as directing
 from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.engine import Engine, Outcome, Request
@@ -50,15 +53,33 @@ from kvstate.errors import ConfigError, KvStateError
 from kvstate.gpu import KINDS, named, open_device
 from kvstate.spec.coupling import TABLES
 
-HELD, BROKEN, MISUSE = 0, 1, 2
+HELD, BROKEN, MISUSE, INTERRUPTED = 0, 1, 2, 130
 FAILURES: Final = Path("fuzz-failures")
 
+
+class Commands(TyperGroup):
+    """The commands; an interrupt of any ends it without a word."""
+
+    def invoke(self, ctx: Any) -> Any:
+        """Run one."""
+        try:
+            return super().invoke(ctx)
+        except KeyboardInterrupt:
+            raise typer.Exit(INTERRUPTED) from None
+
+
 app = typer.Typer(
-    no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    cls=Commands, no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # boxes are wrapped, whatever they are written to
     help="The lifecycle of KV-cache memory as explicit tables: fuzz it, replay it, draw it.",
 )  # fmt: skip
-out = Console()
-err = Console(stderr=True)
+UNWRAPPED: Final = 100_000
+"""Columns of what is no terminal."""
+out = Console(width=None if sys.stdout.isatty() else UNWRAPPED)
+err = Console(stderr=True, width=None if sys.stderr.isatty() else UNWRAPPED)
+"""What is wrong."""
+said = Console(stderr=True, width=err.width)
+"""What happens; nothing, if that is not wanted."""
 
 
 class Streams(StrEnum):
@@ -106,6 +127,32 @@ StreamsOption = Annotated[Streams, typer.Option(help="When simulated work runs."
 JsonOption = Annotated[bool, typer.Option("--json", help="One JSON object on standard output.")]
 
 
+def _version(wanted: bool) -> None:
+    if wanted:
+        typer.echo(f"kvstate {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def common(
+    *,
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_version, help="Print it.")
+    ] = False,
+    quiet: Annotated[
+        bool, typer.Option("--quiet", help="Say nothing on standard error but what is wrong.")
+    ] = False,
+) -> None:
+    """The lifecycle of KV-cache memory as explicit tables: fuzz it, replay it, draw it."""
+    said.quiet = quiet
+
+
+def _positive(seconds: float) -> float:
+    if not 0 < seconds < inf:
+        raise typer.BadParameter(f"{seconds} is no time to play: a number above 0 is wanted")
+    return seconds
+
+
 def open_named(kind: str, streams: str, seed: int) -> ByteDevice:
     """A device by name; the name comes first so that it can be fixed for workers."""
     return open_device(kind, streams=streams, seed=seed)
@@ -115,15 +162,20 @@ def open_named(kind: str, streams: str, seed: int) -> ByteDevice:
 def fuzz(
     *,
     device: DeviceOption = "auto",
-    seconds: Annotated[float, typer.Option(help="How long, if --calls does not say.")] = 60,
-    calls: Annotated[int | None, typer.Option(help="How many calls to draw, at least.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Repeat a run; new by default.")] = None,
+    seconds: Annotated[
+        float, typer.Option(help="How long, if --calls does not say.", callback=_positive)
+    ] = 60,
+    calls: Annotated[
+        int | None, typer.Option(min=1, help="How many calls to draw, at least.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(min=0, help="Repeat a run; new by default.")] = None,
     streams: Annotated[
         Search, typer.Option(help="When simulated work runs; any: drawn for each episode.")
     ] = Search.ANY,
     workers: Annotated[int, typer.Option(min=1, help="Processes.")] = 1,
     known: Annotated[
-        list[Path] | None, typer.Option(help="Folders of traces to try first.")
+        list[Path] | None,
+        typer.Option(exists=True, file_okay=False, help="Folders of traces to try first."),
     ] = None,
     save: Annotated[Path, typer.Option(help="Where failures are written.")] = FAILURES,
     directed: Annotated[
@@ -140,7 +192,7 @@ def fuzz(
     opened = partial(open_named, device)
     with closing(opened("eager", 0)) as probe:
         name, granularity_bytes = probe.name, probe.granularity_bytes
-    err.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
+    said.print(f"seed {seed}, device {name}, streams {streams.value}, workers {workers}")
     with quiet():
         failures = _known([*(known or []), save], opened)
     started = monotonic()
@@ -158,7 +210,8 @@ def fuzz(
     took = monotonic() - started
     report = fuzz_report(seed, name, streams.value, workers, took, total, failures, directed)
     _show(report, json, fuzz_table(report))
-    raise typer.Exit(BROKEN if report.violations or report.unseen else HELD)
+    broken = bool(report.violations or report.unseen)
+    raise typer.Exit(BROKEN if broken else INTERRUPTED if report.interrupted else HELD)
 
 
 @app.command()
@@ -346,7 +399,7 @@ def _tell_failure(failure: Failure, folder: Path) -> Found:
 def _progress(json: bool) -> Iterator[Callable[[str], None]]:
     """A line on the terminal that says how far it is; silent where nobody looks."""
     columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-    with Progress(*columns, console=err, disable=json or not err.is_terminal) as bar:
+    with Progress(*columns, console=said, disable=json or not said.is_terminal) as bar:
         task = bar.add_task("starting", total=None)
         yield lambda text: bar.update(task, description=text)
 

@@ -11,12 +11,13 @@ import msgspec
 import pytest
 from typer.testing import CliRunner
 
+import kvstate
 from kvstate import Manager, trace
 from kvstate.campaign import directed
-from kvstate.campaign.fuzz import ROWS
+from kvstate.campaign.fuzz import ROWS, Tally
 from kvstate.campaign.replay import ReplayReport
 from kvstate.campaign.report import FuzzReport
-from kvstate.cli import BROKEN, HELD, MISUSE, app, main
+from kvstate.cli import BROKEN, HELD, INTERRUPTED, MISUSE, app, main
 from kvstate.gpu import NullDevice
 from kvstate.spec.coupling import TABLES
 from tests.conftest import small
@@ -81,6 +82,70 @@ def test_a_campaign_that_has_not_seen_everything_says_so_and_fails(
     assert report["violations"] == 0
     assert any(line.startswith("row ") for line in report["unseen"])
     assert "never seen" in run("fuzz", "--calls", 80, "--save", tmp_path, code=BROKEN)
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--seconds", -5, "-5.0 is no time to play"), ("--seconds", "nan", "nan is no time"),
+        ("--calls", 0, "greater than or equal to 1"), ("--seed", -1, "greater than or equal to 0"),
+        ("--known", "/nonexistent", "'/nonexistent' does not exist"),
+    ],
+)  # fmt: skip
+def test_a_campaign_that_would_do_nothing_is_misuse(option: str, value: object, said: str) -> None:
+    done = CliRunner().invoke(app, ["fuzz", option, str(value)])
+    assert done.exit_code == MISUSE
+    assert said in done.stderr
+    assert "seed" not in done.stderr.splitlines()[0]
+
+
+@pytest.mark.parametrize("directed_too", [True, False])
+def test_an_interrupted_campaign_says_how_far_it_came(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, directed_too: bool
+) -> None:
+    played = 0
+
+    def interrupts(tally: Tally) -> str:
+        nonlocal played
+        played += 1
+        if played == 3:
+            raise KeyboardInterrupt
+        return ""
+
+    monkeypatch.setattr("kvstate.cli._fuzz_line", interrupts)
+    options = () if directed_too else ("--no-directed",)
+    report = run("fuzz", *HOST, "--save", tmp_path, *options, "--json", code=INTERRUPTED)
+    assert (report["interrupted"], report["episodes"], report["unseen"]) == (True, 3, [])
+    assert report["calls"] > 0
+
+
+def test_an_interrupt_elsewhere_ends_a_command_without_a_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def interrupts() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kvstate.cli.examine", interrupts)
+    done = CliRunner().invoke(app, ["doctor"])
+    assert (done.exit_code, done.output) == (INTERRUPTED, "")
+
+
+def test_the_version_and_quiet() -> None:
+    assert run("--version") == f"kvstate {kvstate.__version__}\n"
+    loud, still = (CliRunner().invoke(app, [*first, "fuzz", "--calls", "1"]) for first in
+                   ([], ["--quiet"]))  # fmt: skip
+    assert loud.stderr.startswith("seed ")
+    assert still.stderr == ""
+
+
+def test_what_is_no_terminal_is_not_wrapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(directed, "programs", tuple)
+    common = ("fuzz", *HOST, "--calls", 80, "--seed", 5, "--save", tmp_path)
+    longest = max(run(*common, "--json", code=BROKEN)["unseen"], key=len)
+    assert len(longest) > 60
+    assert longest in run(*common, code=BROKEN)
 
 
 def test_a_failure_is_shown_saved_tried_first_and_replayed(

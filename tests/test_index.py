@@ -847,6 +847,7 @@ def shape_of(model: Model) -> tuple[Any, ...]:
     )
 
 
+@pytest.mark.hunt
 def test_every_call_in_every_state_of_a_small_trie() -> None:
     """Breadth first: each state is reached by its shortest program, which is played again for each
     call that is tried in it."""

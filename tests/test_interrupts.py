@@ -104,6 +104,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize("fault", CUT_FAULTS, ids=lambda fault: fault.name)
 def test_a_planted_fault_of_the_guard_is_found(fault: CutFault, tmp_path: Path) -> None:
     patched(fault, tmp_path)

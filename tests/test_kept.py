@@ -338,6 +338,7 @@ def test_a_chat_of_many_turns_never_runs_out_of_addresses(rows: int) -> None:
             last = seq
 
 
+@pytest.mark.hunt
 def test_a_chain_of_a_thousand_turns() -> None:
     with Manager(chatty(600, 8192), NullDevice()) as kv:
         said_so_far: list[int] = []

@@ -166,6 +166,7 @@ def test_a_failure_at_the_end_is_shrunk_and_fails_again(monkeypatch: pytest.Monk
         fuzz.play(failure.header, failure.program, HOST)
 
 
+@pytest.mark.hunt
 def test_campaigns_end_fairly_at_the_end_and_under_pressure(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

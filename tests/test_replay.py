@@ -60,6 +60,7 @@ def test_the_slice_is_what_it_says() -> None:
     assert requests[0].content == tuple((name, 512) for name in range(14))
 
 
+@pytest.mark.hunt
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
 def test_a_serving_trace_under_pressure(streams: str) -> None:
     """All finish, nothing is mismatched, though memory is short on both tiers."""
@@ -81,6 +82,7 @@ def test_equal_requests_need_no_mapping_calls_after_the_first_tenth() -> None:
     assert report.mismatches == 0
 
 
+@pytest.mark.hunt
 def test_the_null_device_runs_the_same_loop() -> None:
     real, null = (replay(mooncake(30), 1100, 120, device=kind) for kind in ("host", "null"))
     assert (null.steps, null.suspends, null.drops) == (real.steps, real.suspends, real.drops)

@@ -154,6 +154,7 @@ DEVICES = pytest.mark.parametrize(
 )  # fmt: skip
 
 
+@pytest.mark.hunt
 @DEVICES
 @pytest.mark.parametrize("streams", ["eager", "adversarial"])
 @pytest.mark.parametrize("key", ROWS)
@@ -171,6 +172,7 @@ def test_shortest_program_of_a_row(key: str, streams: str, device: str) -> None:
     player.finish()
 
 
+@pytest.mark.hunt
 @DEVICES
 @pytest.mark.parametrize("part", range(8))
 def test_pairs_of_rows_in_a_program(part: int, device: str) -> None:
@@ -184,6 +186,7 @@ def test_pairs_of_rows_in_a_program(part: int, device: str) -> None:
         player.finish()
 
 
+@pytest.mark.hunt
 def test_every_row_and_every_state_of_a_sequence_has_a_program() -> None:
     found = search()
     assert set(found.rows) == set(ROWS)
@@ -216,6 +219,7 @@ ILLEGAL = [
 ]
 
 
+@pytest.mark.hunt
 @DEVICES
 @pytest.mark.parametrize(("state", "event"), ILLEGAL, ids=str)
 def test_illegal_call_changes_nothing(state: State, event: str, device: str) -> None:

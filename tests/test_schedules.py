@@ -133,14 +133,14 @@ def test_a_program_replays_on_the_schedule_that_it_was_drawn_on(
     monkeypatch.setattr(Player, "finish", end)
     monkeypatch.setattr(fuzz, "_shrunk", lambda _, header, calls, __: drawn.append((header, calls)))
     preempts = 0
-    for name in islice(fuzz.episodes(3), 6):
+    for name in islice(fuzz.episodes(3), 3):
         fuzz.episode(name, opened, streams)
         header, calls = drawn.pop()
         preempts += sum(call.preempt is not None for call in calls)
         with pytest.raises(Broken, match="it is over"):
             fuzz.play(header, calls, opened)
         assert logs[-1] == logs[-2]
-    assert sum(map(len, logs)) > 100
+    assert sum(map(len, logs)) > 20
     assert bool(preempts) == (streams == "pct")
 
 

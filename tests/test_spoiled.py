@@ -20,7 +20,7 @@ from kvstate.spec.facts import View
 from kvstate.spec.laws import laws
 from tests.spoiling import Measure, healthy, measure, noticed, spoils
 
-pytestmark = pytest.mark.xdist_group("spoiled")
+pytestmark = [pytest.mark.xdist_group("spoiled"), pytest.mark.hunt]
 A_SET: Final = "facts in no particular order"
 TOLD: Final = (
     "what the manager was told; law 12 asks for it where something was refused or promised"

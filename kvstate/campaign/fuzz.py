@@ -96,6 +96,8 @@ class Tally:
     device_calls: Counter[str] = field(factory=Counter)
     poisoned: int = 0
     failures: list[Failure] = field(factory=list)
+    interrupted: bool = False
+    """It was ended before it had enough."""
 
     def add(self, other: Tally) -> None:
         """Add another one's numbers."""

@@ -53,6 +53,8 @@ class FuzzReport(msgspec.Struct, frozen=True):
     """Failures in which bytes were wrong."""
     violations: int
     """All failures."""
+    interrupted: bool
+    """It was ended before its time, and nothing is demanded of it."""
     unseen: list[str]
     """What a campaign must see at least once, and this one did not."""
     failures: list[Found]
@@ -97,7 +99,8 @@ def fuzz_report(
         bytes_verified=tally.bytes_verified,
         mismatches=sum(failure.kind == "bytes" for failure in failures),
         violations=len(failures),
-        unseen=tally.unseen() if demand and not failures else [],
+        interrupted=tally.interrupted,
+        unseen=tally.unseen() if demand and not failures and not tally.interrupted else [],
         failures=failures,
     )
 
@@ -120,6 +123,8 @@ def fuzz_table(report: FuzzReport) -> Table:
         ("violations", str(report.violations)),
     ):
         table.add_row(name, value)
+    if report.interrupted:
+        table.add_row("interrupted", "nothing is demanded of what was played until then")
     for missing in report.unseen:
         table.add_row("never seen", missing)
     return table

@@ -11,7 +11,7 @@ import logging
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from multiprocessing.process import BaseProcess
 from multiprocessing.synchronize import Event
@@ -39,15 +39,18 @@ def run_workers(
         total.add(done)
         tell(total)
 
-    with suppress(KeyboardInterrupt), quiet():
-        for done in first:
-            add(done)
-            if total.failures:
-                return total
-        if workers == 1:
-            run(episodes(seed), open_device, streams, lambda _: enough(total), add)
-        else:
-            _run_many(seed, workers, open_device, streams, lambda: enough(total), add)
+    try:
+        with quiet():
+            for done in first:
+                add(done)
+                if total.failures:
+                    return total
+            if workers == 1:
+                run(episodes(seed), open_device, streams, lambda _: enough(total), add)
+            else:
+                _run_many(seed, workers, open_device, streams, lambda: enough(total), add)
+    except KeyboardInterrupt:
+        total.interrupted = True
     return total
 
 

@@ -23,6 +23,8 @@ class Fault:
     """The public report that has it, where there is one."""
     calls: int = 25
     """How many the shrunk program may have."""
+    seed: int = 1
+    """Of a campaign that finds it in time."""
 
 
 FAULTS = (
@@ -660,6 +662,7 @@ FAULTS = (
         "        return wanted <= 0\n",
         "        return True\n",
         calls=40,  # a chat of five turns, six calls each
+        seed=4,
     ),
     Fault(
         "listeners are not told of the end",
