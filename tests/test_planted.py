@@ -26,7 +26,7 @@ from tests.faults.planted import FAULTS, Fault
 
 ROOT = Path(__file__).parent.parent
 CALLS = 30_000
-"""How many are drawn at the most; the middle fault took 330 when seeds were chosen, and the last one
+"""How many are drawn at the most; the middle fault took 330 when seeds were chosen, the last one
 21,000."""
 
 
@@ -108,9 +108,7 @@ def _report() -> None:
         print(f"| {fault.name} | {fault.report} | {found.check} | {found.drawn_calls:,} | {size} |")
     lengths = [found.calls for found in results if found and found.calls]
     drawn = median(found.drawn_calls for found in results if found and found.calls)
-    print(
-        f"\n{len(lengths)} programs, median length {median(lengths)}, found after {drawn:,} calls"
-    )
+    print(f"\n{len(lengths)} programs; medians: {median(lengths)} calls, found after {drawn:,}")
 
 
 if __name__ == "__main__":
