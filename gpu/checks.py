@@ -49,12 +49,14 @@ class Scratch:
 class CudaCheck:
     """The outcome of a byte check; see `kvstate.device.Check`."""
 
+    _scratch: Scratch | None = None
+
     def __init__(
         self, checker: Checker, scratch: Scratch, launched: list[int], segments: Segments,
         size_bytes: int,
     ) -> None:  # fmt: skip
         self._checker, self._launched = checker, launched
-        self._scratch: Scratch | None = scratch
+        self._scratch = scratch
         self._positions = segments["position"].tolist()
         self._counts = segments["count"].tolist()
         self._found: list[npt.NDArray[np.uint8]] = []

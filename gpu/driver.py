@@ -89,7 +89,9 @@ class Driver:
 
     @property
     def context(self) -> Any:
-        """The context that is retained."""
+        """The context that is retained. Raises DeviceError once it was given back."""
+        if not self.retained:
+            raise DeviceError("context", "it was given back")
         return self.retained[-1][1]
 
     @property

@@ -9,6 +9,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any, Final
@@ -17,6 +18,7 @@ import pytest
 
 from kvstate import Manager
 from kvstate.gpu import open_device
+from tests.device.factories import FAKE, opened, segments
 from tests.faults.cut import CUT_FAULTS, CutFault
 from tests.faults.scenarios import Scenario
 from tests.interrupts import ERRORS, FINALISER, AtLine, play_all, play_opening, quiet
@@ -80,6 +82,26 @@ def test_a_card_that_is_cut_short_while_it_is_opened_leaves_nothing(what: str) -
     tally = play_opening("fake", what, OPENING_EVERY)
     assert tally.problems == []
     assert tally.lines > 20
+
+
+def test_a_byte_check_of_a_card_that_is_cut_short_keeps_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(AtLine, "within", "gpu/checks")
+    before = left("fake")
+    with quiet() as unraisable:
+        for nth in count(1):
+            place = AtLine(nth, interrupt)
+            with opened(FAKE[0]) as rig:
+                address = rig.mapped(1)
+                with suppress(KeyboardInterrupt), place:
+                    rig.write(segments((address, 0, 16, 1)))
+                    assert list(rig.verify(segments((address, 0, 16, 1))).wrong) == [0]
+            assert left("fake") == before
+            if not place.place:
+                break
+    assert nth > 100
+    assert {one.partition("(")[0] for one in unraisable} <= {"KeyboardInterrupt"}, "in a finaliser"
 
 
 @pytest.mark.parametrize("kind", ["host", "null"])

@@ -4,7 +4,8 @@ So that the card's device runs where there is no card, and is interrupted at eac
 calls have the arguments and the answers of the bindings, refuse what the driver refuses (another
 context, another thread's capture, what is mapped or gone already), and all that they make is
 counted until it is given back: `held()`. Work of a stream runs in its order, at once, if nothing
-that it waits for is missing; a kernel that spins is over after as many looks as it has cycles.
+that it waits for is missing; a kernel that spins is over after so many looks at it, and late work
+is late by no clock.
 
 Not modelled: two things that run at the same time, streams that wait for the default stream, a
 driver that blocks. Rejected: a mock that notes calls. It would agree with whatever is asked of it.
@@ -46,14 +47,14 @@ from tests.device.fake_card import (
     make,
     take,
     wait,
-)  # fmt: skip
+)
 from tests.device.fake_kernels import KERNELS
 from tests.device.fake_names import (
     CUdevice_attribute,
     CUmemAccess_flags,
     CUstreamCaptureMode,
     CUstreamCaptureStatus,
-)  # fmt: skip
+)
 
 PAGE_BYTES: Final = 4096
 CARD_BYTES: Final = 64 << 30

@@ -135,6 +135,9 @@ def test_what_was_entered_is_left_down_to_where_it_began(api: Any) -> None:
     driver.enter()
     driver.release()
     assert entered() == before
+    with pytest.raises(DeviceError, match="it was given back"):
+        driver.enter()
+    assert entered() == before
 
 
 def test_a_context_that_cannot_be_entered_is_not_left(api: Any) -> None:
