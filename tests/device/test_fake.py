@@ -16,14 +16,24 @@ import pytest
 import kvstate.gpu
 from kvstate.errors import DeviceError
 from kvstate.gpu.driver import Driver
-from tests.device.fake_card import entered, held
+from tests.device.fake_card import MADE, entered, held
 from tests.device.fake_driver import PAGE_BYTES, installed, open_fake
 
 GPU: Final = Path(kvstate.gpu.__file__).parent
 
 
 @pytest.fixture
-def api() -> Iterator[Any]:
+def alone() -> Iterator[None]:
+    """Devices that other tests have left, since something never ended, are out of sight."""
+    others = dict(MADE)
+    MADE.clear()
+    yield
+    MADE.clear()
+    MADE.update(others)
+
+
+@pytest.fixture
+def api(alone: None) -> Iterator[Any]:
     """The module, with a context that is current; all is given back afterwards."""
     with installed():
         found = import_module("cuda.bindings.driver")
