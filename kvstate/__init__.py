@@ -6,6 +6,7 @@
 See `Manager` for the calls, `kvstate.spec` for the tables and the laws.
 """
 
+from kvstate.checking import check
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.errors import (
     ArgumentError,
@@ -63,4 +64,5 @@ __all__ = [
     "StreamCaptured",
     "TensorView",
     "TraceError",
+    "check",
 ]

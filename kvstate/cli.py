@@ -34,6 +34,7 @@ from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.engine import Engine, Outcome, Request
 from kvstate.campaign.fuzz import Failure, Tally
 from kvstate.campaign.model import Broken
+from kvstate.campaign.player import Player
 from kvstate.campaign.replay import (
     first_requests,
     read_mooncake,
@@ -319,10 +320,15 @@ def doctor(*, json: JsonOption = False) -> None:
     _show(report.as_dict(), json, render(report))
 
 
+def play(path: Path | str, device: str = "host") -> Player:
+    """Play a recorded trace again and check everything; the player, for a debugger. Raises Broken
+    where something does not hold, and TraceError for what is no trace."""
+    header, calls = trace.read(path)
+    return fuzzing.play(header, calls, _fitting(header, partial(open_named, device)))
+
+
 def _replay_calls(source: Path, device: str) -> None:
-    """Play a recorded trace again and check everything."""
-    header, calls = trace.read(source)
-    player = fuzzing.play(header, calls, _fitting(header, partial(open_named, device)))
+    player, (_, calls) = play(source, device), trace.read(source)
     err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
 
 

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable, Iterable
 from collections.abc import Sequence as Sequence_
 from types import TracebackType
-from typing import TYPE_CHECKING, Final, Self
+from typing import TYPE_CHECKING, Final, Literal, Self
 
 import numpy.typing as npt
 
@@ -33,6 +33,7 @@ from kvstate.errors import (
     DeviceFault,
     HostExhausted,
     KvStateError,
+    LawViolation,
 )
 from kvstate.events import Format, Hashes
 from kvstate.guard import ending, guarded
@@ -66,6 +67,20 @@ _CLOSE: Final = MACHINES.object("sequence.close")
 _DEVICE: Final = (*CALLS, "check_stream", "poll", "ended", "pace", "ledger", "close")
 
 
+OnViolation = Literal["raise", "log"] | Callable[[LawViolation], object]
+"""What a manager does when a law does not hold."""
+
+
+def _check_on_violation(value: object, *, debug: bool) -> None:
+    """Raise ArgumentTypeError for what is none, and ArgumentError without `debug`."""
+    if not isinstance(value, str):
+        able("on_violation", value, ("__call__",))
+    elif value not in ("raise", "log"):
+        raise ArgumentError(f'on_violation is {value!r}: "raise", "log" or a callable is wanted')
+    if value != "raise" and not debug:
+        raise ArgumentError("on_violation is for debug=True: without it no law is checked")
+
+
 class Manager(Rewinding, Handle):
     """KV memory of one level on one device, for many sequences.
 
@@ -84,20 +99,26 @@ class Manager(Rewinding, Handle):
         debug: bool = False,
         order: bool = False,
         record: Callable[[bytes], object] | None = None,
+        on_violation: OnViolation = "raise",
     ) -> None:
         """Reserve addresses and host memory; frames are allocated when they are needed.
 
         With `debug`, every law is checked after every call, and freed memory is overwritten; with
         `order`, only that whatever touches the same bytes is ordered (law 17). Either way `device`
         is then a wrapper around the one given: record events on that.
-        `record` is called with every public call as one line of a trace (see `kvstate.trace`); a
-        file's `write` will do.
+        `record` is called with every public call as one line of a trace (see `kvstate.trace`); the
+        `write` of a file that was opened in binary mode will do.
+        `on_violation` says what `debug` does when a law does not hold after a call: "raise" poisons
+        the manager and raises LawViolation, "log" writes it to the log at level ERROR, and a
+        callable is given the LawViolation; with these two the manager goes on, with books that may
+        be wrong. What is found out of order always poisons.
         If anything goes wrong, the device is as it was. Raises IllegalTransition if it has a
         manager already, or was closed.
         """
         instance("config", config, Config)
         able("device", device, _DEVICE)
         debug, order = flag("debug", debug), flag("order", order)
+        _check_on_violation(on_violation, debug=debug)
         if record is not None:
             able("record", record, ("__call__",))
         mark, before = object(), device.ledger()
@@ -118,11 +139,19 @@ class Manager(Rewinding, Handle):
             if debug or order or record:
                 from kvstate.observe import observe
 
-                observe(self, debug=debug, record=record)
+                observe(self, debug=debug, record=record, on_violation=on_violation)
         except BaseException:
             vars(self).pop("life", None)  # it was never opened
             hand_back(device, before, mark)
             raise
+
+    @guarded
+    def check_laws(self) -> None:
+        """See `kvstate.check`."""
+        self._enter()
+        from kvstate.observe import check_laws
+
+        check_laws(self)
 
     @guarded
     def dummy(self, length_tokens: int, stream: Stream = None) -> Sequence:

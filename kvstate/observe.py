@@ -28,7 +28,7 @@ from kvstate.errors import (
 )
 from kvstate.events import FORMATS, Hash, Numbered, decode, encode, hash_text
 from kvstate.guard import known
-from kvstate.manager import Manager
+from kvstate.manager import Manager, OnViolation
 from kvstate.order import Agent, Operation
 from kvstate.order_device import Ordered
 from kvstate.order_memory import Pieces
@@ -103,7 +103,7 @@ class LawKeeper:
 
     def after(self, name: str, args: Mapping[str, Any], error: BaseException | None) -> None:
         """The call has returned or raised: every law that speaks of that must hold."""
-        before, kv = self.seen, self.kv
+        (before, self.seen), kv = (self.seen, None), self.kv
         call, self._call = self._call, kv.flight.call
         if kv.actor.fault is not None or kv.closed:
             return
@@ -247,6 +247,7 @@ def observe(
     debug: bool = False,
     record: Callable[[bytes], object] | None = None,
     asked: Counter[str] | None = None,
+    on_violation: OnViolation = "raise",
 ) -> None:
     """Put law checks and a recorder around the public methods of a manager.
 
@@ -263,6 +264,7 @@ def observe(
         OrderKeeper(kv, device) if isinstance(device, Ordered) else None,
         Recorder(kv, record) if record else None,
         LawKeeper(kv, asked) if debug else None,
+        on_violation,
     )
     for name in PUBLIC:
         method = getattr(kv, name)
@@ -277,9 +279,9 @@ class Watch:
 
     def __init__(
         self, kv: Manager, order: OrderKeeper | None, recorder: Recorder | None,
-        laws: LawKeeper | None,
+        laws: LawKeeper | None, on_violation: OnViolation,
     ) -> None:  # fmt: skip
-        self.kv = kv
+        self.kv, self.on_violation = kv, on_violation
         self.order, self.recorder, self.laws = order, recorder, laws
         kv.watches.append(self)
         self.lost: list[str] = []
@@ -306,7 +308,7 @@ class Watch:
                 told = LawViolation([found]) if found else error
                 self._ask("recorder", self.recorder.after, event, given, result, told)
             if self.laws is not None:
-                self._ask("laws", self.laws.after, event, given, error)
+                self._check(self.laws, event, given, error)
             if found:
                 raise LawViolation([found])
         except BaseException as cut:
@@ -315,6 +317,21 @@ class Watch:
             raise
         finally:
             life.end()
+
+    def _check(
+        self, laws: LawKeeper, event: str, given: Mapping[str, Any], error: KvStateError | None
+    ) -> None:
+        """The laws after a call, and what is done when one does not hold."""
+        try:
+            self._ask("laws", laws.after, event, given, error)
+        except LawViolation as broken:
+            if self.on_violation == "raise":
+                self.kv.actor.poison(str(broken))
+                raise
+            if self.on_violation == "log":
+                log.error("%s: %s", event, broken)
+            else:
+                self.on_violation(broken)
 
     def cut_short(self) -> None:
         """A call has ended by no error of ours: what it has done is not known here."""

@@ -16,7 +16,7 @@ import numpy as np
 from attrs import evolve
 
 from kvstate import trace
-from kvstate.errors import ArgumentError, DeviceError, KvStateError
+from kvstate.errors import ArgumentError, ArgumentTypeError, DeviceError, KvStateError
 from kvstate.keys import Extras
 from kvstate.manager import Manager
 from kvstate.sequence import Sequence, Step
@@ -66,7 +66,11 @@ class Recorder:
         }
         config = evolve(kv.config, digest_key=None)  # secrets stay out of files
         header = trace.Header(kvstate_trace=trace.VERSION, config=config, device=kv.device.name)
-        sink(trace.encode(header) + b"\n")
+        try:
+            sink(trace.encode(header) + b"\n")
+        except TypeError as error:
+            wanted = "lines are bytes: open a file with 'wb'"
+            raise ArgumentTypeError(f"record does not take a line ({error}); {wanted}") from error
 
     def after(
         self, name: str, args: dict[str, Any], result: Any, error: KvStateError | None

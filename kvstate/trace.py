@@ -299,9 +299,9 @@ def decode_call(line: bytes, number: int) -> AnyCall:
         raise TraceError(f"line {number}: {error}") from error
 
 
-def read(path: Path) -> tuple[Header, list[AnyCall]]:
+def read(path: Path | str) -> tuple[Header, list[AnyCall]]:
     """A whole trace, plain or gzipped. Raises TraceError, naming the line."""
-    with open_lines(path) as lines:
+    with open_lines(Path(path)) as lines:
         return decode(lines)
 
 

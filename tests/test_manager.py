@@ -9,10 +9,13 @@ from __future__ import annotations
 
 import gc
 import logging
+import re
+from typing import Any
 
 import numpy as np
 import pytest
 
+import kvstate
 from kvstate import (
     ArgumentError,
     DeviceError,
@@ -718,8 +721,80 @@ def test_no_call_changes_what_a_step_in_flight_was_told(open_manager: Open) -> N
     step.ends[step.place(seq)] = 1
     with pytest.raises(LawViolation, match=r"law 18 .*step 2 was issued as .*3, 3.*1, 1"):
         kv.poll()
-    step.ends[step.place(seq)] = 3
-    kv.settle(step)
+
+
+def _spoiled(**options: Any) -> tuple[Manager, Sequence]:
+    """A manager whose books are wrong from now on, and a sequence that runs."""
+    kv = Manager(small(), HostDevice(), debug=True, **options)
+    seq = start(kv, 4)
+    kv.gpu.counts[0] += 1
+    return kv, seq
+
+
+def test_a_violation_poisons_unless_the_caller_says_otherwise() -> None:
+    kv, seq = _spoiled()
+    with pytest.raises(LawViolation, match=r"law 1 \(conservation\)"):
+        seq.resize(8)
+    kv.gpu.counts[0] -= 1
+    with pytest.raises(DeviceFault, match=r"poisoned .*law 1 \(conservation\)"):
+        seq.resize(4)
+    kv.close()
+
+
+def test_a_violation_may_be_logged_or_told(caplog: pytest.LogCaptureFixture) -> None:
+    told: list[LawViolation] = []
+    for asked in ("log", told.append):
+        kv, seq = _spoiled(on_violation=asked)
+        seq.resize(8)
+        seq.resize(4)
+        kv.gpu.counts[0] -= 1
+        kv.close()
+    assert len(told) == 2
+    assert all("law 1 (conservation)" in str(one) for one in told)
+    logged = [record.message for record in caplog.records if record.levelname == "ERROR"]
+    assert [line.partition(":")[0] for line in logged] == ["resize", "resize"]
+    assert "law 1 (conservation)" in logged[0]
+
+
+def test_what_a_callable_raises_is_raised_by_the_call() -> None:
+    def strict(broken: LawViolation) -> None:
+        raise ValueError(str(broken))
+
+    kv, seq = _spoiled(on_violation=strict)
+    with pytest.raises(ValueError, match="law 1"):
+        seq.resize(8)
+    kv.gpu.counts[0] -= 1
+    kv.close()
+
+
+@pytest.mark.parametrize(
+    ("value", "debug", "said"),
+    [
+        ("ignore", True, 'on_violation is \'ignore\': "raise", "log" or a callable is wanted'),
+        (7, True, "on_violation is 7, an int: an object with __call__ is wanted"),
+        ("log", False, "on_violation is for debug=True: without it no law is checked"),
+    ],
+)
+def test_on_violation_is_looked_at(value: Any, debug: bool, said: str) -> None:
+    device = NullDevice()
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        Manager(small(), device, debug=debug, on_violation=value)
+    Manager(small(), device).close()
+
+
+def test_one_look_at_the_laws() -> None:
+    with Manager(small(), HostDevice()) as kv:
+        start(kv, 4)
+        kvstate.check(kv)
+        kv.gpu.counts[0] += 1
+        with pytest.raises(LawViolation, match=r"law 1 \(conservation\)"):
+            kvstate.check(kv)
+        kv.gpu.counts[0] -= 1
+        kvstate.check(kv)
+    with pytest.raises(IllegalTransition):
+        kvstate.check(kv)
+    with pytest.raises(ArgumentError):
+        kvstate.check(None)  # type: ignore[arg-type]
 
 
 def test_debug_checks_the_laws_after_every_call(open_manager: Open) -> None:

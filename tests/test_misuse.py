@@ -120,6 +120,8 @@ KINDS: Final[dict[str, tuple[Any, str]]] = {
     "Manager.device": (lambda w: NullDevice(), "device"),
     "Manager.debug": (lambda w: False, "flag"), "Manager.order": (lambda w: False, "flag"),
     "Manager.record": (lambda w: None, "none function"),
+    "Manager.on_violation": (lambda w: "raise", ""),
+    "check.kv": (lambda w: w.kv, "manager"),
 }  # fmt: skip
 """The plain value, and as what a value may be taken; by parameter, or by call and parameter."""
 
@@ -181,7 +183,9 @@ def _subjects() -> Iterator[Subject]:
     yield from _methods(Publisher, lambda w: w.publisher)
     yield from _methods(TensorView, lambda w: w.view, "__array__", "__dlpack__")
     public = [getattr(kvstate, name) for name in kvstate.__all__]
-    kinds = [one for one in public if not issubclass(one, BaseException)]
+    kinds = [
+        one for one in public if not (isinstance(one, type) and issubclass(one, BaseException))
+    ]
     for kind in (*kinds, open_device, NullDevice, HostDevice, Index, Identity):
         if kind.__name__ not in MADE:
             yield _subject(kind.__name__, kind, partial(_itself, kind), owned=False)

@@ -13,13 +13,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstate import Manager, TraceError, trace
+from kvstate import Manager, TraceError, cli, trace
 from kvstate.campaign.fuzz import play
 from kvstate.campaign.model import Broken
 from kvstate.campaign.player import Player
 from kvstate.campaign.rules import draw, draw_config, draw_weights
 from kvstate.device import ByteDevice
-from kvstate.errors import KvStateError
+from kvstate.errors import ArgumentTypeError, KvStateError
 from kvstate.gpu import HostDevice
 from kvstate.observe import PUBLIC, observe
 from tests.conftest import small
@@ -45,6 +45,24 @@ def record(path: Path, seed: int, calls: int = 60) -> None:
             if player.kv.actor.fault is not None:
                 break
         player.finish()
+
+
+def test_a_recorded_run_is_played_again_from_a_debugger(tmp_path: Path) -> None:
+    path = tmp_path / "run.jsonl"
+    kv = Manager(small(), HostDevice(), record=path.open("wb", buffering=0).write)
+    kv.create(max_tokens=8).resume()
+    kv.close()
+    player = cli.play(str(path))
+    assert player.kv._created == 1
+    assert player.kv.closed
+
+
+def test_a_sink_that_takes_no_bytes_is_refused(tmp_path: Path) -> None:
+    device = HostDevice()
+    with (tmp_path / "run.jsonl").open("w") as text:
+        with pytest.raises(ArgumentTypeError, match=r"record does not take a line .*'wb'"):
+            Manager(small(), device, record=text.write)
+        Manager(small(), device).close()
 
 
 @pytest.mark.parametrize("seed", range(12))
