@@ -49,9 +49,8 @@ def record(path: Path, seed: int, calls: int = 60) -> None:
 
 def test_a_recorded_run_is_played_again_from_a_debugger(tmp_path: Path) -> None:
     path = tmp_path / "run.jsonl"
-    kv = Manager(small(), HostDevice(), record=path.open("wb", buffering=0).write)
-    kv.create(max_tokens=8).resume()
-    kv.close()
+    with path.open("wb") as file, Manager(small(), HostDevice(), record=file.write) as kv:
+        kv.create(max_tokens=8).resume()
     player = cli.play(str(path))
     assert player.kv._created == 1
     assert player.kv.closed
@@ -61,7 +60,7 @@ def test_a_sink_that_takes_no_bytes_is_refused(tmp_path: Path) -> None:
     device = HostDevice()
     with (tmp_path / "run.jsonl").open("w") as text:
         with pytest.raises(ArgumentTypeError, match=r"record does not take a line .*'wb'"):
-            Manager(small(), device, record=text.write)
+            Manager(small(), device, record=text.write)  # type: ignore[arg-type]
         Manager(small(), device).close()
 
 
