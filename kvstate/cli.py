@@ -286,6 +286,27 @@ def replay(
 
 
 @app.command()
+def shrink(
+    source: Annotated[
+        Path, typer.Argument(help="A trace that fails.", exists=True, dir_okay=False)
+    ],
+    *,
+    calls: Annotated[int, typer.Option(min=1, help="How many are played, at the most.")] = 200_000,
+    device: DeviceOption = "auto",
+    save: Annotated[Path, typer.Option(help="Where what is found is written.")] = FAILURES,
+    json: JsonOption = False,
+) -> None:
+    """Look for a shorter program that fails as a trace does."""
+    header, program = trace.read(source)
+    opened = _fitting(header, partial(open_named, device))
+    with quiet():
+        tally = fuzzing.played(header, program, opened, calls)
+    if not tally.failures:
+        raise typer.BadParameter(f"{source} does not fail: there is nothing to shrink")
+    _show(_tell_failure(tally.failures[0], save), json, "")
+
+
+@app.command()
 def diagram(
     machine: Annotated[
         str | None, typer.Argument(help=f"One of {', '.join(TABLES)}; all by default.")
@@ -398,6 +419,8 @@ def _tell_failure(failure: Failure, folder: Path) -> Found:
     )
     err.print(escape(program_text(failure.program)), highlight=False)
     err.print(f"replay it with: [bold]{escape(one.replay)}[/]")
+    if one.cut_short:
+        err.print(f"there was more to try: [bold]kvstate shrink {escape(one.trace)}[/] goes on")
     return one
 
 

@@ -20,7 +20,7 @@ from kvstate.campaign.fuzz import EPISODE_CALLS
 from kvstate.campaign.legal import refusal
 from kvstate.campaign.player import Look, Player
 from kvstate.campaign.rules import draw, draw_weights
-from kvstate.campaign.shrink import shrink
+from kvstate.campaign.shrink import Budget, shrink
 from kvstate.config import Config, GpuTier, HostTier, LayerSpec
 from kvstate.gpu import NullDevice
 from kvstate.spec.compiled import row_key
@@ -202,7 +202,7 @@ def _by_drawing(found: Found) -> None:
         if not missing:
             return
         for key, program in _drawn(Random(seed), missing):
-            short = shrink(program, partial(_fires, key))
+            short = shrink(program, Budget(partial(_fires, key)))
             found.rows[key] = tuple(short)
 
 

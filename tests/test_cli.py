@@ -14,6 +14,7 @@ from typer.testing import CliRunner
 import kvstate
 from kvstate import Manager, trace
 from kvstate.campaign import directed
+from kvstate.campaign import fuzz as fuzzing
 from kvstate.campaign.fuzz import ROWS, Tally
 from kvstate.campaign.replay import ReplayReport
 from kvstate.campaign.report import FuzzReport
@@ -168,6 +169,32 @@ def test_a_failure_is_shown_saved_tried_first_and_replayed(
         run("replay", failure["trace"], code=1)
     run("replay", failure["trace"])
     assert fuzz(tmp_path, "--seed", 2, "--json")["violations"] == 0
+
+
+def test_what_was_shrunk_too_little_is_shrunk_further(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drop = Manager.drop
+
+    def forgets(self: Manager, seq: Any, after: Any = None) -> None:
+        drop(self, seq, after)
+        self.host.counts[0] += 1
+
+    monkeypatch.setattr(fuzzing._shrunk, "__defaults__", (30,))
+    with monkeypatch.context() as broken:
+        broken.setattr(Manager, "drop", forgets)
+        (long,) = fuzz(tmp_path, "--seed", 1, "--json", code=BROKEN)["failures"]
+        assert long["cut_short"]
+        short = run("shrink", long["trace"], "--save", tmp_path, "--json")
+        assert not short["cut_short"]
+        assert short["kind"] == long["kind"]
+        assert short["calls"] < long["calls"]
+        said = CliRunner().invoke(app, ["shrink", long["trace"], "--calls", "9", "--save",
+                                        str(tmp_path)])  # fmt: skip
+        assert f"kvstate shrink {tmp_path}" in said.stderr
+    done = CliRunner().invoke(app, ["shrink", short["trace"]])
+    assert done.exit_code == MISUSE
+    assert "does not fail: there is nothing to shrink" in done.stderr
 
 
 def test_replay_of_a_serving_trace(tmp_path: Path) -> None:

@@ -20,7 +20,7 @@ from kvstate.campaign import fuzz
 from kvstate.campaign.fuzz import ROWS, STATES, Tally
 from kvstate.campaign.model import Broken
 from kvstate.campaign.player import Player
-from kvstate.campaign.shrink import shrink
+from kvstate.campaign.shrink import renumbered, shrink
 from kvstate.campaign.workers import run_workers
 from kvstate.cli import open_named
 from kvstate.gpu import HostDevice, NullDevice
@@ -150,6 +150,8 @@ def test_a_failure_is_shrunk_saved_and_fails_again(tmp_path: Path) -> None:
     )
     assert failure.kind == "law 16 (counters are sums)"
     assert len(failure.program) <= 4 < failure.found_calls
+    assert [call.seq for call in failure.program if isinstance(call, trace.Create)] == [1]
+    assert not failure.cut_short
     path = fuzz.save(failure, tmp_path)
     assert path.name.startswith("law-16-counters-are-sums-")
     assert fuzz.save(failure, tmp_path) == path, "the same failure is not kept twice"
@@ -165,6 +167,19 @@ def test_shrinking_finds_the_shortest_program(wanted: int) -> None:
         return sum(isinstance(call, trace.Trim) and call.keep == 3 for call in calls) >= wanted
 
     assert shrink(program, fails) == [trace.Trim(keep=3)] * wanted
+
+
+def test_names_of_a_shrunk_program_count_from_one() -> None:
+    program: list[trace.AnyCall] = [
+        trace.Create(seq=7, max_tokens=8), trace.Fork(seq=7, child=4, max_tokens=8),
+        trace.Step(step=9, seqs=[4, 7], tokens=[1, 2]), trace.Fork(seq=4, child=0, max_tokens=8),
+        trace.Settle(step=9), trace.Trim(keep=3), trace.Close(seq=5),
+    ]  # fmt: skip
+    assert renumbered(program) == [
+        trace.Create(seq=1, max_tokens=8), trace.Fork(seq=1, child=2, max_tokens=8),
+        trace.Step(step=1, seqs=[2, 1], tokens=[1, 2]), trace.Fork(seq=2, child=0, max_tokens=8),
+        trace.Settle(step=1), trace.Trim(keep=3), trace.Close(seq=3),
+    ]  # fmt: skip
 
 
 BROKEN: dict[str, tuple[Callable[[Player], object], str]] = {

@@ -28,7 +28,7 @@ from kvstate.campaign.model import Broken
 from kvstate.campaign.player import Player
 from kvstate.campaign.report import program_text
 from kvstate.campaign.rules import RULES, draw_config, dressed
-from kvstate.campaign.shrink import shrink
+from kvstate.campaign.shrink import Budget, shrink
 from kvstate.device import ByteDevice
 from kvstate.gpu import open_device
 from kvstate.manager import Manager
@@ -90,7 +90,7 @@ class Machine(RuleBasedStateMachine):
                 return again.kind == kind
             return False
 
-        return shrink(self.program, fails, calls=10_000)
+        return shrink(self.program, Budget(fails, 10_000))
 
     def teardown(self) -> None:
         if hasattr(self, "player") and not self.player.kv.closed:

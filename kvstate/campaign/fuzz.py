@@ -27,7 +27,7 @@ from kvstate.campaign.model import Broken
 from kvstate.campaign.player import LOST, Player
 from kvstate.campaign.progress import finish_fairly
 from kvstate.campaign.rules import draw, draw_config, draw_weights
-from kvstate.campaign.shrink import Program, shrink, shrink_schedule
+from kvstate.campaign.shrink import CALLS, Budget, Program, renumbered, shrink, shrink_schedule
 from kvstate.device import ByteDevice
 from kvstate.spec.compiled import row_key
 from kvstate.spec.coupling import COUPLING, TABLES
@@ -80,6 +80,8 @@ class Failure:
     program: Program
     found_calls: int
     """How long the program was before it was shrunk."""
+    cut_short: bool = False
+    """There was more to try."""
 
 
 @define
@@ -203,14 +205,16 @@ def play(header: trace.Header, program: Program, open_device: OpenDevice) -> Pla
     return player
 
 
-def played(header: trace.Header, program: Program, open_device: OpenDevice) -> Tally:
-    """Play a whole program on a fresh device. A failure is shrunk and is part of what comes
-    back."""
+def played(
+    header: trace.Header, program: Program, open_device: OpenDevice, calls: int = CALLS
+) -> Tally:
+    """Play a whole program on a fresh device. A failure is shrunk, by playing up to that many
+    calls, and is part of what comes back."""
     tally = Tally(episodes=1, calls=len(program))
     try:
         _note(tally, play(header, program, open_device))
     except Broken as broken:
-        tally.failures.append(_shrunk(broken, header, program, open_device))
+        tally.failures.append(_shrunk(broken, header, program, open_device, calls))
     return tally
 
 
@@ -261,24 +265,33 @@ def save(failure: Failure, folder: Path) -> Path:
 
 
 def _shrunk(
-    broken: Broken, header: trace.Header, program: Program, open_device: OpenDevice
-) -> Failure:
+    broken: Broken, header: trace.Header, program: Program, open_device: OpenDevice,
+    calls: int = CALLS,
+) -> Failure:  # fmt: skip
     """The shortest program that fails alike, on the simplest schedule, which is looked for again
-    when there are fewer calls. A lost device cannot be opened again by a process."""
+    when there are fewer calls, and what that says. A lost device cannot be opened again by a
+    process."""
+    kind, detail, found_calls = broken.kind, broken.detail, len(program)
 
     def fails(header: trace.Header, candidate: Program) -> bool:
+        nonlocal detail
         try:
             play(header, candidate, open_device)
         except Broken as again:
-            return again.kind == broken.kind
+            if again.kind == kind:
+                detail = again.detail
+                return True
         return False
 
-    found_calls = len(program)
-    if broken.kind != LOST and fails(header, program):
-        header, program = shrink_schedule(header, program, fails)
-        program = shrink(program, partial(fails, header))
-        header, program = shrink_schedule(header, program, fails)
-    return Failure(broken.kind, broken.detail, header, program, found_calls)
+    if kind == LOST or not fails(header, program):
+        return Failure(kind, detail, header, program, found_calls)
+    header, program = shrink_schedule(header, program, fails)
+    budget = Budget(partial(fails, header), calls)
+    program = shrink(program, budget)
+    header, program = shrink_schedule(header, program, fails)
+    numbered = renumbered(program)
+    program = numbered if fails(header, numbered) else program
+    return Failure(kind, detail, header, program, found_calls, budget.spent)
 
 
 def _note(tally: Tally, player: Player) -> None:

@@ -700,7 +700,7 @@ def _extras(call: trace.Create) -> dict[int, tuple[bytes, ...]]:
 
 def _violated(broken: LawViolation) -> Broken:
     law = broken.violations[0].partition(":")[0]
-    return Broken(law, "; ".join(broken.violations))
+    return Broken(law, "; ".join(one.removeprefix(f"{law}: ") for one in broken.violations))
 
 
 def _crash(crash: Exception) -> Broken:

@@ -20,6 +20,8 @@ class Found(msgspec.Struct, frozen=True):
     """Calls of the shortest program found."""
     found_calls: int
     """Calls of the program that failed first."""
+    cut_short: bool
+    """Shrinking was: `kvstate shrink` on the trace goes on."""
     trace: str
     """The file that it was written to."""
     replay: str
@@ -68,6 +70,7 @@ def found(failure: Failure, folder: Path) -> Found:
         failure.detail,
         len(failure.program),
         failure.found_calls,
+        failure.cut_short,
         str(path),
         f"kvstate replay {path}",
     )

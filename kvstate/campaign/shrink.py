@@ -20,6 +20,8 @@ from kvstate.gpu.streams import MODES
 Program = list[trace.AnyCall]
 Fails = Callable[[Program], bool]
 Scheduled = tuple[trace.Header, Program]
+CALLS = 20_000
+"""How many are played to shrink a program."""
 SEEDS = 4
 """How many of another mode are tried."""
 
@@ -42,21 +44,48 @@ def _simpler_schedules(header: trace.Header, program: Program) -> Iterator[Sched
         yield header, bare
 
 
-class _Budget:
+class Budget:
     """Whether a program fails; none does any more once `calls` calls were played."""
 
-    def __init__(self, fails: Fails, calls: int) -> None:
+    def __init__(self, fails: Fails, calls: int = CALLS) -> None:
         self.fails, self.calls = fails, calls
 
+    @property
+    def spent(self) -> bool:
+        """There was more to try."""
+        return self.calls < 0
+
     def __call__(self, program: Program) -> bool:
+        """Play it, if there is anything left to play with."""
         self.calls -= len(program)
         return self.calls >= 0 and self.fails(program)
 
 
-def shrink(program: Program, fails: Fails, calls: int = 20_000) -> Program:
-    """The shortest program found for which `fails` still holds, by playing up to `calls` calls; it
-    must hold for `program`."""
-    fails, before = _Budget(fails, calls), None
+def renumbered(program: Program) -> Program:
+    """The same with sequences and steps numbered from 1 as they come; what a trace has no name for
+    stays 0."""
+    sequences, steps = {0: 0}, {0: 0}
+
+    def number(names: dict[int, int], name: int) -> int:
+        return names.setdefault(name, len(names))
+
+    def one(call: trace.AnyCall) -> trace.AnyCall:
+        changed: dict[str, Any] = {
+            field: number(names, getattr(call, field))
+            for field, names in (("seq", sequences), ("child", sequences), ("step", steps))
+            if hasattr(call, field)
+        }
+        if hasattr(call, "seqs"):
+            changed["seqs"] = [number(sequences, name) for name in call.seqs]
+        return replace(call, **changed)
+
+    return list(map(one, program))
+
+
+def shrink(program: Program, fails: Fails) -> Program:
+    """The shortest program found for which `fails` still holds; it must hold for `program`. See
+    `Budget` for an end."""
+    before = None
     while before != program:
         before = program
         program = _fewer(program, fails)
