@@ -312,7 +312,13 @@ def diagram(
         str | None, typer.Argument(help=f"One of {', '.join(TABLES)}; all by default.")
     ] = None,
     *,
-    as_: Annotated[Format, typer.Option("--format", help="What to draw it as.")] = Format.MERMAID,
+    as_: Annotated[
+        Format | None, typer.Option("--format", help="What to draw it as; by default mermaid.")
+    ] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("--output", "-o", help="A file for the drawing; a folder for those of all."),
+    ] = None,
     write: Annotated[
         Path | None, typer.Option(help="Write the pages of all into a folder.")
     ] = None,
@@ -322,6 +328,8 @@ def diagram(
     """Draw the tables, or write their pages."""
     if machine is not None and machine not in TABLES:
         raise typer.BadParameter(f"there is no machine {machine!r}; choose of {', '.join(TABLES)}")
+    if (write or check) and (machine or as_ or output or (write and check)):
+        raise typer.BadParameter("--write and --check are for the pages of all, each by itself")
     if write is not None:
         _show({"written": [str(path) for path in drawing.write(write)]}, json)
     elif check is not None:
@@ -329,8 +337,22 @@ def diagram(
         _show({"stale": old}, json)
         raise typer.Exit(BROKEN if old else HELD)
     else:
-        names = [machine] if machine else list(TABLES)
-        drawn = {name: drawing.FORMATS[as_.value](TABLES[name]) for name in names}
+        _draw([machine] if machine else list(TABLES), as_ or Format.MERMAID, output, json)
+
+
+def _draw(names: list[str], as_: Format, output: Path | None, json: bool) -> None:
+    """Draw these machines, on standard output or into files."""
+    if as_ is Format.SVG and len(names) > 1 and output is None and not json:
+        raise typer.BadParameter("an SVG is one picture: name a machine, or a folder with -o")
+    drawn = {name: drawing.FORMATS[as_.value](TABLES[name]) for name in names}
+    if output is not None:
+        suffix = {Format.MERMAID: "mmd"}.get(as_, as_.value)
+        paths = [output] if len(names) == 1 else [output / f"{name}.{suffix}" for name in names]
+        paths[0].parent.mkdir(parents=True, exist_ok=True)
+        for path, text in zip(paths, drawn.values(), strict=True):
+            path.write_text(text, encoding="utf-8", newline="\n")
+        _show({"written": list(map(str, paths))}, json)
+    else:
         _show(drawn, json, "\n".join(drawn.values()))
 
 

@@ -26,7 +26,7 @@ from pathlib import Path
 from textwrap import wrap
 from typing import Final
 
-from kvstate.errors import KvStateError
+from kvstate.errors import ArgumentError, KvStateError
 from kvstate.spec import coupling, laws
 from kvstate.spec.coupling import COUPLING, OVER, TABLES, Link
 from kvstate.spec.table import Row, State, Table
@@ -222,7 +222,11 @@ def pages() -> dict[str, str]:
 
 def write(folder: Path) -> list[Path]:
     """Write every page into the folder and delete generated pages that are no more; the pages
-    written."""
+    written. Raises ArgumentError, with nothing written, where something else has a page's name."""
+    for path in map(folder.joinpath, pages()):
+        if path.is_symlink() or not (_read(path) or MARK).startswith(MARK):
+            reason = "it was not written by this command: choose another folder, or move it away"
+            raise ArgumentError(f"{path} is in the way of a page: {reason}")
     folder.mkdir(parents=True, exist_ok=True)
     for path in _surplus(folder):
         path.unlink()

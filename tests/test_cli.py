@@ -19,6 +19,7 @@ from kvstate.campaign.fuzz import ROWS, Tally
 from kvstate.campaign.replay import ReplayReport
 from kvstate.campaign.report import FuzzReport
 from kvstate.cli import BROKEN, HELD, INTERRUPTED, MISUSE, app, main
+from kvstate.errors import ArgumentError
 from kvstate.gpu import NullDevice
 from kvstate.spec.coupling import TABLES
 from tests.conftest import small
@@ -274,6 +275,46 @@ def test_errors_of_ours_exit_2_and_are_named(
         main()
     assert caught.value.code == MISUSE
     assert "TraceError" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ("page", "--write", "DIR"), ("--write", "DIR", "--check", "DIR"),
+        ("--check", "DIR", "--format", "dot"), ("--write", "DIR", "-o", "FILE"),
+        ("--format", "svg"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_what_does_not_go_together_draws_nothing(tmp_path: Path, options: tuple[str, ...]) -> None:
+    given = [option.replace("DIR", str(tmp_path / "new")) for option in options]
+    run("diagram", *given, code=MISUSE)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_drawings_go_into_files(tmp_path: Path) -> None:
+    one, all_of_them = tmp_path / "new" / "page.dot", tmp_path / "all"
+    run("diagram", "page", "--format", "dot", "-o", one)
+    assert one.read_text().startswith("digraph")
+    written = run("diagram", "-o", all_of_them, "--json")["written"]
+    assert written == [str(all_of_them / f"{name}.mmd") for name in TABLES]
+    assert (all_of_them / "page.mmd").read_text().startswith("stateDiagram-v2")
+
+
+def test_pages_are_written_over_nothing_else(tmp_path: Path) -> None:
+    own, linked = tmp_path / "README.md", tmp_path / "elsewhere.md"
+    own.write_text("# written by hand\n")
+    done = CliRunner().invoke(app, ["diagram", "--write", str(tmp_path)])
+    assert isinstance(done.exception, ArgumentError)
+    assert f"{own} is in the way of a page" in str(done.exception)
+    assert [path.name for path in tmp_path.iterdir()] == ["README.md"]
+    own.unlink()
+    run("diagram", "--write", tmp_path)
+    (tmp_path / "page.md").rename(linked)
+    (tmp_path / "page.md").symlink_to(linked)
+    done = CliRunner().invoke(app, ["diagram", "--write", str(tmp_path)])
+    assert isinstance(done.exception, ArgumentError)
+    assert (tmp_path / "page.md").is_symlink()
 
 
 def test_diagram(tmp_path: Path) -> None:
