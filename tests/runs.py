@@ -272,6 +272,7 @@ LOOKS: Final[tuple[Call, ...]] = (
     ("fits", lambda run: run.kv.fits(4)),
     ("largest_max_tokens", lambda run: run.kv.largest_max_tokens(2)),
     ("stats", lambda run: run.kv.stats()),
+    ("check_laws", lambda run: run.kv.check_laws()),
     ("tensors", _viewed),
     ("tensors_all", _viewed_whole),
     ("reads", _read),

@@ -73,6 +73,7 @@ CALLS: dict[str, Callable[[Manager, Any, Any, Any], object]] = {
     "reads": lambda kv, seq, *_: kv.reads([(seq, 1)]),
     "events": lambda kv, *_: kv.events(),
     "stats": lambda kv, *_: kv.stats(),
+    "check_laws": lambda kv, *_: kv.check_laws(),
     "close": lambda kv, *_: kv.close(),
 }
 HANDLES: dict[str, Callable[[Manager, Any, Any, Any], object]] = {
