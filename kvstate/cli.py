@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import logging
 import secrets
+import signal
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
@@ -18,7 +19,7 @@ from functools import partial
 from math import inf
 from pathlib import Path
 from time import monotonic
-from typing import Annotated, Any, Final
+from typing import Annotated, Any, Final, NoReturn
 
 import msgspec
 import typer
@@ -217,6 +218,7 @@ def fuzz(
 
 @app.command()
 def replay(
+    ctx: typer.Context,
     source: Annotated[
         Path | None,
         typer.Argument(help="A kvstate trace, or a Mooncake one.", exists=True, dir_okay=False),
@@ -263,14 +265,19 @@ def replay(
     """Replay a recorded trace, or a serving trace through a simple batching engine."""
     _one_source(source, uniform, shared)
     if source is not None and trace.is_trace(source):
-        _replay_calls(source, device)
-        return
+        _refuse_all_but(ctx, "source", "device", "json")
+        _replay_calls(source, device, json)
     shape = LayerSpec(kv_heads, head_dim, dtype, layers)
     if source is not None:
         found, skipped = first_requests(read_mooncake(source, skip_malformed), requests)
     else:
         found, skipped = _uniform(uniform or "", shared, requests or 100, seed), 0
-    with closing(open_named(device, streams.value, seed)) as opened, _progress(json) as tell:
+    if not found:
+        raise typer.BadParameter(f"{source} has no requests: there is nothing to replay")
+    with (
+        closing(open_named(device, streams.value, seed)) as opened, _progress(json) as tell,
+        _stopping() as stop,
+    ):  # fmt: skip
         frame = frame or opened.granularity_bytes
         tiers = GpuTier(gpu * frame, frame), HostTier(host * frame) if host else None
         config = serving_config(
@@ -278,11 +285,14 @@ def replay(
         )
         work = [scaled(request, scale, config.max_tokens) for request in found]
         engine, started = Engine(config, opened, batch, chunk), monotonic()
-        outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))))
-    report = replay_report(engine, outcome, len(work), skipped, monotonic() - started)
+        outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))), stop)
+        interrupted, took = stop(), monotonic() - started
+    report = replay_report(engine, outcome, len(work), skipped, took, interrupted=interrupted)
     _show(report, json, replay_table(report))
-    held = not report.mismatches and not report.violations
-    raise typer.Exit(HELD if held and report.requests_finished == len(work) else BROKEN)
+    broken = report.mismatches or report.violations
+    if not broken and interrupted:
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(BROKEN if broken or report.requests_finished < len(work) else HELD)
 
 
 @app.command()
@@ -370,9 +380,54 @@ def play(path: Path | str, device: str = "host") -> Player:
     return fuzzing.play(header, calls, _fitting(header, partial(open_named, device)))
 
 
-def _replay_calls(source: Path, device: str) -> None:
-    player, (_, calls) = play(source, device), trace.read(source)
-    err.print(f"{len(calls)} calls, {player.bytes_verified:,} bytes verified: all held")
+class CallsReport(msgspec.Struct, frozen=True):
+    """The keys of `kvstate replay --json` for a trace of calls."""
+
+    calls: int
+    bytes_verified: int
+    held: bool
+    kind: str | None = None
+    """The check that noticed what did not hold."""
+    detail: str | None = None
+
+
+def _replay_calls(source: Path, device: str, json: bool) -> NoReturn:
+    """Play a trace of calls again, and say what came of it."""
+    _, calls = trace.read(source)
+    try:
+        report = CallsReport(len(calls), play(source, device).bytes_verified, held=True)
+    except Broken as broken:
+        report = CallsReport(len(calls), 0, held=False, kind=broken.kind, detail=broken.detail)
+        err.print(f"[bold red]{escape(broken.kind)}[/]: {escape(broken.detail)}")
+    if report.held:
+        said.print(f"{report.calls} calls, {report.bytes_verified:,} bytes verified: all held")
+    _show(report, json, "")
+    raise typer.Exit(HELD if report.held else BROKEN)
+
+
+def _refuse_all_but(ctx: typer.Context, *fitting: str) -> None:
+    """Refuse options that say nothing about a trace of calls."""
+    sources = {name: ctx.get_parameter_source(name) for name in ctx.params if name not in fitting}
+    given = [name for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+    if given:
+        options = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise typer.BadParameter(f"{options}: a trace of calls is played as it was recorded")
+
+
+@contextmanager
+def _stopping() -> Iterator[Callable[[], bool]]:
+    """Whether an interrupt has asked to stop; the next one ends the command at once."""
+    heard = list[int]()
+
+    def hear(number: int, _: object) -> None:
+        heard.append(number)
+        signal.signal(signal.SIGINT, before)
+
+    before = signal.signal(signal.SIGINT, hear)
+    try:
+        yield lambda: bool(heard)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _one_source(source: Path | None, uniform: str | None, shared: str | None) -> None:

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ import kvstate
 from kvstate import Manager, trace
 from kvstate.campaign import directed
 from kvstate.campaign import fuzz as fuzzing
+from kvstate.campaign.engine import Outcome
 from kvstate.campaign.fuzz import ROWS, Tally
 from kvstate.campaign.replay import ReplayReport
 from kvstate.campaign.report import FuzzReport
@@ -205,6 +207,71 @@ def test_replay_of_a_serving_trace(tmp_path: Path) -> None:
     msgspec.convert(report, ReplayReport, strict=True)
     assert report["requests_finished"] == report["requests_total"] == 20
     assert "20 of 20 finished" in run("replay", SLICE, *sizes)
+
+
+def recorded(path: Path) -> Path:
+    """A trace of calls."""
+    with path.open("wb") as file, Manager(small(), NullDevice(), record=file.write) as kv:
+        kv.create(max_tokens=8).resume()
+    return path
+
+
+def test_a_trace_of_calls_says_in_one_object_what_came_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = recorded(tmp_path / "calls.jsonl")
+    report = run("replay", path, *HOST, "--json")
+    assert (report["held"], report["calls"], report["kind"]) == (True, 2, None)
+    resume = Manager.resume
+
+    def forgets(self: Manager, seq: Any, stream: Any = None) -> None:
+        resume(self, seq, stream)
+        self.gpu.counts[0] += 1
+
+    monkeypatch.setattr(Manager, "resume", forgets)
+    report = run("replay", path, *HOST, "--json", code=BROKEN)
+    assert (report["held"], report["kind"]) == (False, "law 1 (conservation)")
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--requests", "1"), ("--host", "5"), ("--no-reuse",), ("--streams", "latest")],
+    ids=" ".join,
+)
+def test_a_trace_of_calls_refuses_what_says_nothing_about_it(
+    tmp_path: Path, options: tuple[str, ...]
+) -> None:
+    done = CliRunner().invoke(app, ["replay", str(recorded(tmp_path / "c.jsonl")), *options])
+    assert done.exit_code == MISUSE
+    assert f"{options[0].replace('no-', '')}: a trace of calls is played" in done.stderr
+
+
+@pytest.mark.parametrize("name", ["empty.jsonl", "empty.csv"])
+def test_a_replay_of_nothing_is_misuse(tmp_path: Path, name: str) -> None:
+    (tmp_path / name).write_text("\n" if name == "empty.jsonl" else "")
+    done = CliRunner().invoke(app, ["replay", str(tmp_path / name), *HOST])
+    assert done.exit_code == MISUSE
+    assert "has no requests: there is nothing to replay" in done.stderr
+
+
+def test_an_interrupted_replay_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
+    told = 0
+
+    def interrupts(outcome: Outcome, total: int) -> str:
+        nonlocal told
+        told += 1
+        if told == 40:
+            signal.raise_signal(signal.SIGINT)
+        return ""
+
+    monkeypatch.setattr("kvstate.cli._replay_line", interrupts)
+    before = signal.getsignal(signal.SIGINT)
+    sizes = ("replay", *HOST, "--uniform", "64,16", "--requests", 60, "--batch", 4)
+    report = run(*sizes, "--json", code=INTERRUPTED)
+    assert report["interrupted"]
+    assert 0 < report["requests_finished"] < report["requests_total"] == 60
+    assert (report["mismatches"], report["violations"]) == (0, [])
+    assert signal.getsignal(signal.SIGINT) is before
 
 
 def test_replay_of_requests_that_share_prompts_repeats() -> None:

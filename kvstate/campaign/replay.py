@@ -49,6 +49,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     device: str
     requests_total: int
     requests_finished: int
+    interrupted: bool
+    """It was ended before its time; what ran then was read back and let go of unfinished."""
     lines_skipped: int
     tokens: int
     steps: int
@@ -178,14 +180,16 @@ def scaled(request: Request, scale: float, longest: int) -> Request:
 
 
 def replay_report(
-    engine: Engine, outcome: Outcome, total: int, skipped: int, seconds: float
-) -> ReplayReport:
-    """The report of a finished replay."""
+    engine: Engine, outcome: Outcome, total: int, skipped: int, seconds: float,
+    *, interrupted: bool = False,
+) -> ReplayReport:  # fmt: skip
+    """The report of a replay."""
     counters, calls = engine.kv.counters, engine.device.calls
     return ReplayReport(
         device=engine.device.name,
         requests_total=total,
         requests_finished=outcome.requests_finished,
+        interrupted=interrupted,
         lines_skipped=skipped,
         tokens=outcome.tokens,
         steps=outcome.steps,
