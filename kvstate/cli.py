@@ -37,6 +37,7 @@ from kvstate.campaign.fuzz import Failure, Tally
 from kvstate.campaign.model import Broken
 from kvstate.campaign.player import Player
 from kvstate.campaign.replay import (
+    MOST_REQUESTS,
     first_requests,
     read_mooncake,
     replay_report,
@@ -232,9 +233,10 @@ def replay(
         typer.Option(help="How they share prompts, as PROMPTS,MEAN,SHARE."),
     ] = None,
     requests: Annotated[
-        int | None, typer.Option(min=1, help="How many requests: the first of a trace.")
+        int | None,
+        typer.Option(min=1, max=MOST_REQUESTS, help="How many requests: the first of a trace."),
     ] = None,
-    scale: Annotated[float, typer.Option(min=0.0, help="Multiply all lengths.")] = 1.0,
+    scale: Annotated[float, typer.Option(min=0.0, max=1e6, help="Multiply all lengths.")] = 1.0,
     batch: Annotated[int, typer.Option(min=1, help="Requests that run at one time.")] = 32,
     chunk: Annotated[int, typer.Option(min=1, help="Prompt tokens a request and step.")] = 2048,
     layers: Annotated[int, typer.Option(min=1, help="Layers of the model.")] = 1,

@@ -13,9 +13,12 @@ one line is one reproducible thing.
 from __future__ import annotations
 
 import gzip
-from collections.abc import Iterable, Iterator
+import zlib
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from itertools import chain, count
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, ClassVar, Final, cast
+from typing import Annotated, Any, ClassVar, Final
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,6 +29,8 @@ from kvstate.keys import Adapter
 from kvstate.values import ID_HIGH, ID_LOW, plain
 
 VERSION: Final = 1
+LINE_BYTES: Final = 16 << 20
+"""The longest line that is read."""
 
 Count = Annotated[int, Meta(ge=0)]
 Name = Annotated[int, Meta(ge=0)]
@@ -100,6 +105,14 @@ class Create(Call, frozen=True, kw_only=True):
     """The fields of each block that has any, in hexadecimal, by the number of the block."""
     commit: bool = True
     reserve: bool = False
+
+    def __post_init__(self) -> None:
+        """Raises ValueError for digits and numbers of blocks that are none."""
+        for text in (self.salt, *chain.from_iterable(self.extra_keys.values())):
+            bytes.fromhex(text)
+        adapter_of(self.adapter)
+        for at in self.extra_keys:
+            int(at)
 
 
 class Fork(Call, frozen=True, kw_only=True):
@@ -295,12 +308,12 @@ def decode_call(line: bytes, number: int) -> AnyCall:
     """One call. Raises TraceError, naming the line."""
     try:
         return _call.decode(line)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise TraceError(f"line {number}: {error}") from error
 
 
 def read(path: Path | str) -> tuple[Header, list[AnyCall]]:
-    """A whole trace, plain or gzipped. Raises TraceError, naming the line."""
+    """A whole trace, plain or gzipped. Raises TraceError, naming file and line."""
     with open_lines(Path(path)) as lines:
         return decode(lines)
 
@@ -315,7 +328,7 @@ def decode(lines: Iterable[bytes]) -> tuple[Header, list[AnyCall]]:
 def is_trace(path: Path) -> bool:
     """Whether the first line of a file is the header of a kvstate trace, of whatever version."""
     with open_lines(path) as lines:
-        return b'"kvstate_trace"' in lines.readline()
+        return b'"kvstate_trace"' in next(lines, b"")
 
 
 def write(path: Path, header: Header, calls: Iterable[Call]) -> None:
@@ -325,16 +338,36 @@ def write(path: Path, header: Header, calls: Iterable[Call]) -> None:
     path.write_bytes(b"\n".join(lines) + b"\n")
 
 
-def open_lines(path: Path) -> BinaryIO:
-    """A text file of lines, plain or gzipped, as bytes."""
-    return cast("BinaryIO", gzip.open(path, "rb")) if path.suffix == ".gz" else path.open("rb")
+@contextmanager
+def open_lines(path: Path) -> Iterator[Iterator[bytes]]:
+    """The lines of a text file, plain or gzipped, as bytes. Each raises TraceError, naming the
+    line, if it is longer than `LINE_BYTES` or cannot be read. A TraceError inside names the file,
+    too."""
+    with gzip.open(path, "rb") if path.suffix == ".gz" else path.open("rb") as file:
+        try:
+            yield _bounded(file.readline)
+        except TraceError as error:
+            raise TraceError(f"{path}: {error}") from error
+
+
+def _bounded(readline: Callable[[int], bytes]) -> Iterator[bytes]:
+    for number in count(1):
+        try:
+            line = readline(LINE_BYTES + 1)
+        except (OSError, EOFError, zlib.error) as error:
+            raise TraceError(f"line {number}: cannot be read: {error}") from error
+        if len(line) > LINE_BYTES:
+            raise TraceError(f"line {number}: is longer than {LINE_BYTES:,} bytes")
+        if not line:
+            return
+        yield line
 
 
 def _read_header(numbered: Iterator[tuple[int, bytes]]) -> Header:
     number, line = next(numbered, (1, b""))
     try:
         header = _header.decode(line)
-    except (msgspec.DecodeError, ConfigError) as error:
+    except (msgspec.DecodeError, ConfigError, RecursionError) as error:
         raise TraceError(f"line {number}: not the header of a kvstate trace: {error}") from error
     if header.kvstate_trace != VERSION:
         raise TraceError(

@@ -254,6 +254,40 @@ def test_a_replay_of_nothing_is_misuse(tmp_path: Path, name: str) -> None:
     assert "has no requests: there is nothing to replay" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--uniform", "200,8", "--scale", "inf"), "--scale"),
+        (("--uniform", "200,8", "--scale", "nan"), "--scale"),
+        (("--uniform", "200,8", "--requests", "1000000000000"), "--requests"),
+        (("--uniform", "200,8", "--shared", "1000000000,512,0.9"), "at most 1,000,000 prompts"),
+        (("--uniform", "1000000000000,8"), "at most 100,000,000 can"),
+    ],
+)
+def test_a_replay_without_end_is_misuse(options: tuple[str, ...], message: str) -> None:
+    done = CliRunner().invoke(app, ["replay", *HOST, *options])
+    assert done.exit_code == MISUSE
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "data"),
+    [("a.jsonl.gz", b"{}"), ("a.jsonl", b"[" * 100_000), ("a.jsonl", b"\xff{}")],
+)
+def test_a_file_that_cannot_be_read_is_one_line_and_misuse(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch,
+    name: str, data: bytes,
+) -> None:  # fmt: skip
+    (tmp_path / name).write_bytes(data)
+    monkeypatch.setattr("sys.argv", ["kvstate", "replay", str(tmp_path / name), *HOST])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == MISUSE
+    said = capsys.readouterr().err
+    assert f"{tmp_path / name}: line 1: " in said.replace("\n", "")
+    assert "Traceback" not in said
+
+
 def test_an_interrupted_replay_says_how_far_it_came(monkeypatch: pytest.MonkeyPatch) -> None:
     told = 0
 

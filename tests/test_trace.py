@@ -239,3 +239,41 @@ def test_the_schema_names_every_call() -> None:
 def _calls(schema: dict[str, Any]) -> list[dict[str, Any]]:
     kinds = schema["components"].values()
     return [kind for kind in kinds if "call" in kind.get("properties", {})]
+
+
+def _gzipped(text: bytes) -> bytes:
+    return gzip.compress(text)
+
+
+GOOD_HEADER = trace.encode(HEADER) + b"\n"
+UNREADABLE: dict[str, tuple[str, bytes, str]] = {
+    "one endless line": ("a.jsonl", b" " * (trace.LINE_BYTES + 9), "line 1: is longer than 16,777"),
+    "one endless line, gzipped": (
+        "a.jsonl.gz", _gzipped(b" " * (trace.LINE_BYTES + 9)), "line 1: is longer than 16,777,216",
+    ),
+    "not gzip": ("a.jsonl.gz", b"{}", "line 1: cannot be read: Not a gzipped file"),
+    "a gzip that is cut off": (
+        "a.jsonl.gz", _gzipped(GOOD_HEADER)[:-9], "cannot be read: Compressed file ended",
+    ),
+    "a wrong sum": ("a.jsonl.gz", _gzipped(GOOD_HEADER)[:-8] + bytes(8), "line 2: cannot be read"),
+    "deep JSON": ("a.jsonl", GOOD_HEADER + b"[" * 100_000, "line 2: "),
+    "no digits": ("a.jsonl", GOOD_HEADER + b'{"call":"create","seq":1,"max_tokens":8,"salt":"xy"}',
+                  "line 2: non-hexadecimal"),
+    "no block": ("a.jsonl", GOOD_HEADER + b'{"call":"create","seq":1,"max_tokens":8,"extra_keys":'
+                 b'{"first":["00"]}}', "line 2: invalid literal"),
+    "an adapter of no digits": (
+        "a.jsonl", GOOD_HEADER + b'{"call":"create","seq":1,"max_tokens":8,"adapter":"hex:q"}',
+        "line 2: non-hexadecimal",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", UNREADABLE)
+def test_what_cannot_be_read_is_refused_by_file_and_line(tmp_path: Path, what: str) -> None:
+    name, data, message = UNREADABLE[what]
+    path = tmp_path / name
+    path.write_bytes(data)
+    with pytest.raises(TraceError) as caught:
+        trace.read(path)
+    assert str(caught.value).startswith(f"{path}: ")
+    assert message in str(caught.value)

@@ -28,6 +28,9 @@ from kvstate.trace import open_lines
 
 Length = Annotated[int, msgspec.Meta(ge=0)]
 MOONCAKE_BLOCK_TOKENS: Final = 512
+MOST_REQUESTS: Final = 1_000_000
+MOST_TOKENS: Final = 100_000_000
+"""The most that a replay makes, or a request of a trace may have."""
 SPREAD: Final = 0.5
 """How far a drawn length may be from the mean, as a part of it."""
 SOURCES: Final = ("alias", "live", "parked", "span", "host")
@@ -103,9 +106,9 @@ def read_mooncake(path: Path, skip: bool = False) -> Iterator[Request | None]:
                 one = _line.decode(line)
                 content = tuple((name, MOONCAKE_BLOCK_TOKENS) for name in one.hash_ids)
                 yield _request(one.input_length, one.output_length, content)
-            except (msgspec.DecodeError, ValueError) as error:
+            except (msgspec.DecodeError, ValueError, RecursionError) as error:
                 if not skip:
-                    raise TraceError(f"{path}: line {number}: {error}") from error
+                    raise TraceError(f"line {number}: {error}") from error
                 yield None
 
 
@@ -137,8 +140,9 @@ def sharing(
     The first of many requests are the same as of few. Raises ValueError for numbers that mean
     nothing.
     """
-    if prompts < 1 or mean_tokens < 1:
-        raise ValueError(f"{prompts} prompts of {mean_tokens} tokens cannot be shared")
+    if not 1 <= prompts <= MOST_REQUESTS or not 1 <= mean_tokens <= MOST_TOKENS:
+        most = f"at most {MOST_REQUESTS:,} prompts of {MOST_TOKENS:,} tokens can"
+        raise ValueError(f"{prompts} prompts of {mean_tokens} tokens cannot be shared: {most}")
     if not 0 <= share <= 1:
         raise ValueError(f"a share of {share} is not from 0 to 1")
     random = Random(seed)
@@ -258,4 +262,6 @@ def replay_table(report: ReplayReport) -> Table:
 def _request(prompt: int, output: int, content: tuple[Piece, ...] = ()) -> Request:
     if prompt < 1 or output < 0:
         raise ValueError(f"a request of {prompt} prompt and {output} output tokens has no prompt")
+    if max(prompt, output) > MOST_TOKENS:
+        raise ValueError(f"{prompt} prompt and {output} output tokens: at most {MOST_TOKENS:,} can")
     return Request(prompt, max(1, output), content)
