@@ -39,6 +39,7 @@ from kvstate.campaign.player import Player
 from kvstate.campaign.replay import (
     MOST_REQUESTS,
     first_requests,
+    is_cut,
     read_mooncake,
     replay_report,
     replay_table,
@@ -286,10 +287,13 @@ def replay(
             shape, *tiers, block=block, batch=batch, reuse=reuse, alias=alias, retain=retain
         )
         work = [scaled(request, scale, config.max_tokens) for request in found]
+        cut = sum(is_cut(request, scale, config.max_tokens) for request in found)
         engine, started = Engine(config, opened, batch, chunk), monotonic()
         outcome = engine.run(work, lambda now: tell(_replay_line(now, len(work))), stop)
         interrupted, took = stop(), monotonic() - started
-    report = replay_report(engine, outcome, len(work), skipped, took, interrupted=interrupted)
+    report = replay_report(
+        engine, outcome, len(work), skipped, took, cut=cut, interrupted=interrupted
+    )
     _show(report, json, replay_table(report))
     broken = report.mismatches or report.violations
     if not broken and interrupted:

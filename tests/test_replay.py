@@ -6,6 +6,7 @@ import gc
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from kvstate import GpuTier, HostTier, LayerSpec, Manager, TraceError
@@ -14,6 +15,7 @@ from kvstate.campaign.model import Story
 from kvstate.campaign.replay import (
     ReplayReport,
     first_requests,
+    is_cut,
     read_mooncake,
     replay_report,
     scaled,
@@ -361,3 +363,21 @@ def test_a_prefix_is_copied_if_mapping_is_off() -> None:
         done = kv.kv.counters
         assert (done["hit_blocks.alias"] > 0) == alias
         assert done["hit_blocks.alias"] + done["hit_blocks.live"] + done["hit_blocks.host"] > 0
+
+
+@pytest.mark.parametrize("other", [1, 1 << 30, (1 << 30) + 1, 1 << 62])
+def test_content_of_another_name_is_other_content(other: int) -> None:
+    """However large the names are, and whatever they have in common."""
+    one, same, differs = (
+        np.array(Request(8, 1, ((name, 8),)).token_ids(5))[:8] for name in (0, 0, other)
+    )
+    assert (one == same).all()
+    assert not (one[: len(differs)] == differs).all()
+    assert differs.max() < OWN_IDS
+
+
+def test_what_is_longer_than_a_sequence_is_cut_and_counted() -> None:
+    fits, long = Request(8, 2), Request(80, 20)
+    assert [is_cut(one, 1.0, 50) for one in (fits, long)] == [False, True]
+    assert is_cut(fits, 10.0, 50)
+    assert scaled(long, 1.0, 50).total_tokens == 50

@@ -17,6 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from hashlib import blake2b
 
 import numpy as np
 from attrs import define, field, frozen
@@ -28,7 +29,6 @@ from kvstate.device import MAPPING_CALLS, SEGMENT, ByteDevice, Check
 from kvstate.errors import HostExhausted, LawViolation, OutOfFrames
 from kvstate.manager import Manager
 from kvstate.observe import check_end, check_laws
-from kvstate.pattern import GOLDEN
 from kvstate.sequence import Sequence
 
 SAMPLE_TOKENS = 32
@@ -58,7 +58,8 @@ class Request:
         start = 0
         for name, tokens in self.content:
             end = min(start + tokens, self.prompt_tokens)
-            ids[start:end] = (name * GOLDEN % OWN_IDS + np.arange(end - start)) % OWN_IDS
+            first, stride = _mixed(name)
+            ids[start:end] = (first + stride * np.arange(end - start)) % OWN_IDS
             start = end
         return array("i", ids.astype(np.int32).tobytes())
 
@@ -71,6 +72,12 @@ class Request:
     def content_tokens(self) -> int:
         """How much of its prompt is content that others may begin with too."""
         return min(self.prompt_tokens, sum(tokens for _, tokens in self.content))
+
+
+def _mixed(name: int) -> tuple[int, int]:
+    """First id and stride of some content: of two names, however large, hardly ever the same."""
+    mixed = int.from_bytes(blake2b(str(name).encode(), digest_size=8).digest(), "little")
+    return mixed % OWN_IDS, (mixed >> 34) | 1
 
 
 @frozen

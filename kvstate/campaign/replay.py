@@ -54,6 +54,8 @@ class ReplayReport(msgspec.Struct, frozen=True):
     requests_finished: int
     interrupted: bool
     """It was ended before its time; what ran then was read back and let go of unfinished."""
+    requests_cut: int
+    """Those that were longer than a sequence may be."""
     lines_skipped: int
     tokens: int
     steps: int
@@ -175,6 +177,11 @@ def serving_config(
     return evolve(draft, max_tokens=longest, max_sequences=8 * batch)
 
 
+def is_cut(request: Request, scale: float, longest: int) -> bool:
+    """Whether `scaled` cuts it."""
+    return round(request.prompt_tokens * scale) + round(request.output_tokens * scale) > longest
+
+
 def scaled(request: Request, scale: float, longest: int) -> Request:
     """The request with its lengths multiplied, and cut to what the configuration allows."""
     prompt = max(1, min(round(request.prompt_tokens * scale), longest - 1))
@@ -185,7 +192,7 @@ def scaled(request: Request, scale: float, longest: int) -> Request:
 
 def replay_report(
     engine: Engine, outcome: Outcome, total: int, skipped: int, seconds: float,
-    *, interrupted: bool = False,
+    *, cut: int = 0, interrupted: bool = False,
 ) -> ReplayReport:  # fmt: skip
     """The report of a replay."""
     counters, calls = engine.kv.counters, engine.device.calls
@@ -194,6 +201,7 @@ def replay_report(
         requests_total=total,
         requests_finished=outcome.requests_finished,
         interrupted=interrupted,
+        requests_cut=cut,
         lines_skipped=skipped,
         tokens=outcome.tokens,
         steps=outcome.steps,
@@ -233,6 +241,7 @@ def replay_table(report: ReplayReport) -> Table:
     moved, hits = f"{report.host_bytes_moved:,}", report.hits
     for name, value in (
         ("requests", f"{report.requests_finished:,} of {report.requests_total:,} finished"),
+        ("cut to what fits; lines skipped", f"{report.requests_cut:,}; {report.lines_skipped:,}"),
         ("tokens, steps", f"{report.tokens:,} in {report.steps:,} steps"),
         ("speed", f"{report.steps_per_second:,.0f} steps a second"),
         (
