@@ -1,7 +1,7 @@
 """The spans of the registry by when they were used, with what of them can be given up as a sum.
 
 The latest used that fit in the protected share are kept apart from those before them. So a use, a
-newcomer or a loss moves the border between both by what it changed, and nobody counts.
+newcomer or a loss moves the border between both by what it changed, and no call goes over all.
 """
 
 from __future__ import annotations

@@ -152,17 +152,22 @@ def test_what_is_no_terminal_is_not_wrapped(
     assert longest in run(*common, code=BROKEN)
 
 
-def test_a_failure_is_shown_saved_tried_first_and_replayed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def forget_slots(broken: pytest.MonkeyPatch) -> None:
+    """A drop forgets a host slot from now on."""
     drop = Manager.drop
 
     def forgets(self: Manager, seq: Any, after: Any = None) -> None:
         drop(self, seq, after)
         self.host.counts[0] += 1
 
+    broken.setattr(Manager, "drop", forgets)
+
+
+def test_a_failure_is_shown_saved_tried_first_and_replayed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as broken:
-        broken.setattr(Manager, "drop", forgets)
+        forget_slots(broken)
         report = fuzz(tmp_path, "--seed", 1, "--json", code=BROKEN)
         (failure,) = report["failures"]
         assert failure["replay"] == f"kvstate replay {failure['trace']}"
@@ -177,15 +182,9 @@ def test_a_failure_is_shown_saved_tried_first_and_replayed(
 def test_what_was_shrunk_too_little_is_shrunk_further(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    drop = Manager.drop
-
-    def forgets(self: Manager, seq: Any, after: Any = None) -> None:
-        drop(self, seq, after)
-        self.host.counts[0] += 1
-
     monkeypatch.setattr(fuzzing._shrunk, "__defaults__", (30,))
     with monkeypatch.context() as broken:
-        broken.setattr(Manager, "drop", forgets)
+        forget_slots(broken)
         (long,) = fuzz(tmp_path, "--seed", 1, "--json", code=BROKEN)["failures"]
         assert long["cut_short"]
         short = run("shrink", long["trace"], "--save", tmp_path, "--json")
